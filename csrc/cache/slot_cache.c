@@ -1,0 +1,388 @@
+/*
+ * cache/slot_cache: the table from expert to slot, the list of slots by last use, and the choice of a victim.
+ * Guarantees: as slot_cache.h says.
+ * Never allocates after open, never reads, never locks.
+ *
+ * Every slot of a class is in the class's list, empty ones at its end. From head to tail `used_at` never grows, so a
+ * search from the tail may stop at the first slot that is too recent.
+ */
+#include "cache/slot_cache.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    DECAY_CANDIDATES = 32, /* of the least recently used: the best of them is near enough to the best of all */
+    DEFAULT_TOKENS = 12,   /* half-life in tokens; replayed routings were flat between 8 and 16 */
+    DEFAULT_EXPERTS_USED = 8
+};
+
+/* ---- open and close ---- */
+
+static bool allocate(ms_slot_cache * cache, size_t n_experts) {
+    cache->slot = ms_calloc((size_t) cache->n_slots, sizeof *cache->slot);
+    cache->first = ms_calloc((size_t) cache->n_groups, sizeof *cache->first);
+    cache->cls_of = ms_calloc((size_t) cache->n_groups, sizeof *cache->cls_of);
+    cache->n_expert = ms_calloc((size_t) cache->n_groups, sizeof *cache->n_expert);
+    cache->slot_of = ms_calloc(n_experts, sizeof *cache->slot_of);
+    bool ok = cache->slot != NULL && cache->first != NULL && cache->cls_of != NULL && cache->n_expert != NULL &&
+              cache->slot_of != NULL;
+    if (cache->policy == MS_POLICY_DECAY) {
+        cache->score = ms_calloc(n_experts, sizeof *cache->score);
+        cache->score_at = ms_calloc(n_experts, sizeof *cache->score_at);
+        ok = ok && cache->score != NULL && cache->score_at != NULL;
+    }
+    return ok;
+}
+
+static void init_slots(ms_slot_cache * cache, const int * n_slots) {
+    int slot = 0;
+    for (int c = 0; c < cache->n_classes; c++) {
+        cache->n_free[c] = n_slots[c];
+        cache->head[c] = n_slots[c] > 0 ? slot : -1;
+        cache->tail[c] = n_slots[c] > 0 ? slot + n_slots[c] - 1 : -1;
+        for (int i = 0; i < n_slots[c]; i++, slot++) {
+            ms_slot * s = &cache->slot[slot];
+            s->group = -1;
+            s->expert = -1;
+            s->cls = c;
+            s->prev = i > 0 ? slot - 1 : -1;
+            s->next = i + 1 < n_slots[c] ? slot + 1 : -1;
+            for (int k = 0; k < MS_SLOT_SLICES; k++) {
+                atomic_init(&s->state[k], MS_EMPTY);
+            }
+        }
+    }
+}
+
+moestream_status ms_slot_cache_open(ms_slot_cache * cache, int n_groups, const int * group_class,
+                                    const int * group_experts, int n_classes, const int * n_slots, ms_policy policy,
+                                    moestream_error * err) {
+    MS_ASSERT(n_groups >= 0 && n_classes >= 0 && n_classes <= MS_MAX_CLASSES);
+    ms_slot_cache fresh;
+    memset(&fresh, 0, sizeof fresh);
+    fresh.n_groups = n_groups;
+    fresh.n_classes = n_classes;
+    fresh.policy = policy;
+    fresh.half_life = (float) DEFAULT_TOKENS * DEFAULT_EXPERTS_USED * (float) (n_groups > 0 ? n_groups : 1);
+    int64_t total_slots = 0;
+    int64_t total_experts = 0;
+    for (int c = 0; c < n_classes; c++) {
+        MS_ASSERT(n_slots[c] >= 0);
+        total_slots += n_slots[c];
+    }
+    for (int g = 0; g < n_groups; g++) {
+        MS_ASSERT(group_class[g] >= -1 && group_class[g] < n_classes && group_experts[g] >= 0);
+        total_experts += group_experts[g];
+    }
+    if (total_slots > INT32_MAX || total_experts > INT32_MAX) {
+        return ms_fail(err, MOESTREAM_ERR_NOMEM, 0, "%lld slots and %lld experts were more than can be numbered",
+                       (long long) total_slots, (long long) total_experts);
+    }
+    fresh.n_slots = (int) total_slots;
+    if (!allocate(&fresh, (size_t) total_experts)) {
+        ms_slot_cache_close(&fresh);
+        return ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM,
+                       "no memory was left for a table of %lld slots and %lld experts", (long long) total_slots,
+                       (long long) total_experts);
+    }
+    init_slots(&fresh, n_slots);
+    int32_t first = 0;
+    for (int g = 0; g < n_groups; g++) {
+        fresh.first[g] = first;
+        fresh.cls_of[g] = group_class[g];
+        fresh.n_expert[g] = group_experts[g];
+        first += group_experts[g];
+    }
+    for (int32_t i = 0; i < first; i++) {
+        fresh.slot_of[i] = -1;
+    }
+    *cache = fresh;
+    return MOESTREAM_OK;
+}
+
+void ms_slot_cache_close(ms_slot_cache * cache) {
+    if (cache == NULL) {
+        return;
+    }
+    free(cache->slot);
+    free(cache->first);
+    free(cache->cls_of);
+    free(cache->n_expert);
+    free(cache->slot_of);
+    free(cache->score);
+    free(cache->score_at);
+    memset(cache, 0, sizeof *cache);
+}
+
+/* ---- the list of a class ---- */
+
+static void unlink_slot(ms_slot_cache * cache, int slot) {
+    ms_slot * s = &cache->slot[slot];
+    if (s->prev >= 0) {
+        cache->slot[s->prev].next = s->next;
+    } else {
+        cache->head[s->cls] = s->next;
+    }
+    if (s->next >= 0) {
+        cache->slot[s->next].prev = s->prev;
+    } else {
+        cache->tail[s->cls] = s->prev;
+    }
+}
+
+static void move_to_head(ms_slot_cache * cache, int slot) {
+    ms_slot * s = &cache->slot[slot];
+    if (s->prev < 0) {
+        return;
+    }
+    unlink_slot(cache, slot);
+    s->prev = -1;
+    s->next = cache->head[s->cls];
+    cache->slot[s->next].prev = slot; /* the list held another slot in front of this one */
+    cache->head[s->cls] = slot;
+}
+
+static void move_to_tail(ms_slot_cache * cache, int slot) {
+    ms_slot * s = &cache->slot[slot];
+    if (s->next < 0) {
+        return;
+    }
+    unlink_slot(cache, slot);
+    s->next = -1;
+    s->prev = cache->tail[s->cls];
+    cache->slot[s->prev].next = slot;
+    cache->tail[s->cls] = slot;
+}
+
+/* ---- experts ---- */
+
+static ms_slot * slot_at(ms_slot_cache * cache, int slot) {
+    MS_ASSERT(slot >= 0 && slot < cache->n_slots);
+    return &cache->slot[slot];
+}
+
+static int expert_at(const ms_slot_cache * cache, int group, int expert) {
+    MS_ASSERT(group >= 0 && group < cache->n_groups && expert >= 0 && expert < cache->n_expert[group]);
+    return cache->first[group] + expert;
+}
+
+int ms_slot_find(const ms_slot_cache * cache, int group, int expert) {
+    return cache->slot_of[expert_at(cache, group, expert)];
+}
+
+static bool is_free(const ms_slot * s) {
+    return s->pins == 0 && s->reading == 0;
+}
+
+/* 2^-x for x >= 0, straight lines between the whole numbers: a ranking needs no more, and it is the same everywhere. */
+static float halved(float x) {
+    if (!(x < 120.0f)) { /* not a number, too */
+        return 0.0f;
+    }
+    uint32_t whole = (uint32_t) x;
+    uint32_t bits = (127u - whole) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return power * (1.0f - 0.5f * (x - (float) whole));
+}
+
+static float score_now(const ms_slot_cache * cache, int at) {
+    return cache->score[at] * halved((float) (cache->tick - cache->score_at[at]) / cache->half_life);
+}
+
+/* The slot to give up, -1 if none may be. */
+static int find_victim(const ms_slot_cache * cache, int cls, uint64_t spare_after) {
+    int best = -1;
+    float best_score = 0.0f;
+    int n_seen = 0;
+    if (cache->n_free[cls] == 0) {
+        return -1;
+    }
+    for (int slot = cache->tail[cls]; slot >= 0; slot = cache->slot[slot].prev) {
+        const ms_slot * s = &cache->slot[slot];
+        if (s->group >= 0 && spare_after != 0 && s->used_at >= spare_after) {
+            break; /* and all in front of it are as recent */
+        }
+        if (!is_free(s)) {
+            continue;
+        }
+        if (s->group < 0 || cache->policy == MS_POLICY_LRU) {
+            return slot;
+        }
+        float score = score_now(cache, expert_at(cache, s->group, s->expert));
+        if (best < 0 || score < best_score) { /* of equals the less recently used */
+            best = slot;
+            best_score = score;
+        }
+        if (++n_seen == DECAY_CANDIDATES) {
+            break;
+        }
+    }
+    return best;
+}
+
+/* Empties a slot; its place in the list stays. */
+static void detach(ms_slot_cache * cache, ms_slot * s) {
+    if (s->group >= 0) {
+        cache->slot_of[expert_at(cache, s->group, s->expert)] = -1;
+        cache->used--;
+    }
+    for (int k = 0; k < MS_SLOT_SLICES; k++) {
+        MS_ASSERT(atomic_load_explicit(&s->state[k], memory_order_relaxed) != MS_READING);
+        atomic_store_explicit(&s->state[k], MS_EMPTY, memory_order_relaxed);
+    }
+    s->group = -1;
+    s->expert = -1;
+    s->prefetched = false;
+}
+
+int ms_slot_assign(ms_slot_cache * cache, int group, int expert, uint64_t spare_after) {
+    int at = expert_at(cache, group, expert);
+    MS_ASSERT(cache->slot_of[at] < 0 && cache->cls_of[group] >= 0);
+    int slot = find_victim(cache, cache->cls_of[group], spare_after);
+    if (slot < 0) {
+        return -1;
+    }
+    ms_slot * s = &cache->slot[slot];
+    cache->n_evictions += s->group >= 0;
+    detach(cache, s);
+    s->group = group;
+    s->expert = expert;
+    s->used_at = cache->tick; /* also of what is read ahead: the next read ahead must not evict it */
+    cache->slot_of[at] = slot;
+    cache->used++;
+    move_to_head(cache, slot);
+    return slot;
+}
+
+void ms_slot_touch(ms_slot_cache * cache, int slot) {
+    ms_slot * s = slot_at(cache, slot);
+    MS_ASSERT(s->group >= 0);
+    cache->tick++;
+    s->used_at = cache->tick;
+    move_to_head(cache, slot);
+    if (cache->policy == MS_POLICY_DECAY) {
+        int at = expert_at(cache, s->group, s->expert);
+        cache->score[at] = score_now(cache, at) + 1.0f;
+        cache->score_at[at] = cache->tick;
+    }
+}
+
+void ms_slot_forget(ms_slot_cache * cache, int slot) {
+    ms_slot * s = slot_at(cache, slot);
+    MS_ASSERT(is_free(s));
+    detach(cache, s);
+    s->used_at = 0;
+    move_to_tail(cache, slot);
+}
+
+/* ---- pins and reads ---- */
+
+void ms_slot_pin(ms_slot_cache * cache, int slot) {
+    ms_slot * s = slot_at(cache, slot);
+    MS_ASSERT(s->group >= 0 && s->pins < INT32_MAX);
+    cache->n_free[s->cls] -= is_free(s);
+    s->pins++;
+}
+
+void ms_slot_unpin(ms_slot_cache * cache, int slot) {
+    ms_slot * s = slot_at(cache, slot);
+    MS_ASSERT(s->pins > 0);
+    s->pins--;
+    cache->n_free[s->cls] += is_free(s);
+}
+
+void ms_slot_begin_read(ms_slot_cache * cache, int slot, int slice) {
+    ms_slot * s = slot_at(cache, slot);
+    MS_ASSERT(s->group >= 0 && slice >= 0 && slice < MS_SLOT_SLICES && s->reading < MS_SLOT_SLICES);
+    MS_ASSERT(ms_slot_state(cache, slot, slice) == MS_EMPTY);
+    cache->n_free[s->cls] -= is_free(s);
+    s->reading++;
+    atomic_store_explicit(&s->state[slice], MS_READING, memory_order_release);
+}
+
+void ms_slot_publish(ms_slot_cache * cache, int slot, int slice, bool ok) {
+    ms_slot * s = slot_at(cache, slot);
+    MS_ASSERT(slice >= 0 && slice < MS_SLOT_SLICES && ms_slot_state(cache, slot, slice) == MS_READING);
+    atomic_store_explicit(&s->state[slice], ok ? MS_READY : MS_FAILED, memory_order_release);
+}
+
+void ms_slot_end_read(ms_slot_cache * cache, int slot) {
+    ms_slot * s = slot_at(cache, slot);
+    MS_ASSERT(s->reading > 0);
+    s->reading--;
+    cache->n_free[s->cls] += is_free(s);
+}
+
+void ms_slot_clear(ms_slot_cache * cache, int slot, int slice) {
+    ms_slot * s = slot_at(cache, slot);
+    MS_ASSERT(slice >= 0 && slice < MS_SLOT_SLICES);
+    ms_slice_state state = ms_slot_state(cache, slot, slice);
+    MS_ASSERT(state != MS_READING);
+    /* bytes in use stay; a failure may be forgotten by the only one who would look at it */
+    MS_ASSERT(s->pins == 0 || (s->pins == 1 && state == MS_FAILED));
+    atomic_store_explicit(&s->state[slice], MS_EMPTY, memory_order_release);
+}
+
+int ms_slot_free_count(const ms_slot_cache * cache, int cls) {
+    MS_ASSERT(cls >= 0 && cls < cache->n_classes);
+    return cache->n_free[cls];
+}
+
+/* ---- invariants ---- */
+
+static void check_slot(const ms_slot_cache * cache, int slot) {
+    const ms_slot * s = &cache->slot[slot];
+    int n_reading = 0;
+    int n_not_empty = 0;
+    for (int k = 0; k < MS_SLOT_SLICES; k++) {
+        ms_slice_state state = ms_slot_state(cache, slot, k);
+        n_reading += state == MS_READING;
+        n_not_empty += state != MS_EMPTY;
+    }
+    /* a published slice still counts as in flight until its end_read */
+    MS_ASSERT(s->pins >= 0 && s->reading >= n_reading && s->reading <= n_not_empty);
+    MS_ASSERT(s->used_at <= cache->tick);
+    if (s->group < 0) {
+        MS_ASSERT(s->group == -1 && s->expert == -1 && n_not_empty == 0 && is_free(s) && !s->prefetched);
+    } else {
+        MS_ASSERT(cache->cls_of[s->group] == s->cls);
+        MS_ASSERT(cache->slot_of[expert_at(cache, s->group, s->expert)] == slot);
+    }
+}
+
+void ms_slot_cache_check(const ms_slot_cache * cache) {
+    int n_listed = 0;
+    int n_holding = 0;
+    for (int c = 0; c < cache->n_classes; c++) {
+        int n_free = 0;
+        int before = -1;
+        for (int slot = cache->head[c]; slot >= 0; slot = cache->slot[slot].next) {
+            const ms_slot * s = &cache->slot[slot];
+            MS_ASSERT(slot < cache->n_slots && s->cls == c && s->prev == before);
+            MS_ASSERT(before < 0 || cache->slot[before].used_at >= s->used_at);
+            MS_ASSERT(before < 0 || cache->slot[before].group >= 0 || s->group < 0); /* empty ones come last */
+            check_slot(cache, slot);
+            n_free += is_free(s);
+            n_holding += s->group >= 0;
+            n_listed++;
+            MS_ASSERT(n_listed <= cache->n_slots); /* no cycle */
+            before = slot;
+        }
+        MS_ASSERT(cache->tail[c] == before && cache->n_free[c] == n_free);
+    }
+    MS_ASSERT(n_listed == cache->n_slots && n_holding == cache->used);
+    int n_found = 0;
+    for (int g = 0; g < cache->n_groups; g++) {
+        for (int e = 0; e < cache->n_expert[g]; e++) {
+            int slot = ms_slot_find(cache, g, e);
+            if (slot >= 0) {
+                MS_ASSERT(slot < cache->n_slots && cache->slot[slot].group == g && cache->slot[slot].expert == e);
+                n_found++;
+            }
+        }
+    }
+    MS_ASSERT(n_found == cache->used);
+}
