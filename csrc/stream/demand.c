@@ -1,0 +1,409 @@
+/*
+ * stream/demand: acquire, wait, release, read ahead; and what happens when a read completes.
+ * Guarantees and locks: see stream.h. No allocation here.
+ */
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
+#include "stream/internal.h"
+
+enum { MS_BATCH = 64, MS_WAIT_NS = 5 * 1000 * 1000 };
+
+/* ---- queues of slices that wait for a free read ---- */
+
+static void push(ms_queue * q, int32_t slot, int32_t slice) {
+    MS_ASSERT(q->count < q->capacity);
+    q->want[(q->head + q->count) % q->capacity] = (ms_want) {slot, slice};
+    q->count++;
+}
+
+static ms_want pop(ms_queue * q) {
+    ms_want w = q->want[q->head];
+    q->head = (q->head + 1) % q->capacity;
+    q->count--;
+    return w;
+}
+
+static ms_read * prepare_locked(ms_stream * s, ms_want want, bool ahead) {
+    int i = s->free_read[--s->n_free_read];
+    const ms_slot * slot = &s->cache.slot[want.slot];
+    const ms_bank * bank = &s->index->bank[s->index->group[slot->group].bank[want.slice]];
+    uint64_t begin = ms_bank_offset(bank, slot->expert);
+    uint64_t at = ms_align_down(begin, MS_PAGE);
+    s->flight[i] = (ms_flight) {.slot = want.slot, .slice = want.slice, .prefetch = ahead};
+    s->read[i] = (ms_read) {
+        .file = &s->file[bank->file],
+        .offset = at,
+        .bytes = (uint32_t) (ms_align_up(begin + bank->slice_bytes, MS_PAGE) - at),
+        .need = (uint32_t) (begin + bank->slice_bytes - at),
+        .dst = ms_slab_slot(&s->slab, want.slot) + s->slice_at[slot->group * MS_MAX_SLICES + want.slice],
+        .tag = (uint64_t) i,
+    };
+    if (ahead) {
+        s->n_ahead_in_flight++;
+    } else {
+        s->n_demand_in_flight++;
+    }
+    return &s->read[i];
+}
+
+/* Demand first; reads ahead only where no demand waits. */
+int ms_stream_take_batch_locked(ms_stream * s, ms_read ** batch, int max) {
+    int n = 0;
+    while (n < max && s->n_free_read > 0 && s->demand.count > 0) {
+        batch[n++] = prepare_locked(s, pop(&s->demand), false);
+    }
+    while (n < max && s->n_free_read > 0 && s->ahead.count > 0 && s->demand.count == 0) {
+        batch[n++] = prepare_locked(s, pop(&s->ahead), true);
+    }
+    return n;
+}
+
+/* Submits whatever can be, MS_BATCH at a time; called without the lock. */
+static void submit_waiting(ms_stream * s) {
+    for (;;) {
+        ms_read * batch[MS_BATCH];
+        pthread_mutex_lock(&s->lock);
+        int n = ms_stream_take_batch_locked(s, batch, MS_BATCH);
+        pthread_mutex_unlock(&s->lock);
+        if (n == 0) {
+            return;
+        }
+        s->reader->ops->submit(s->reader, batch, n);
+        if (n < MS_BATCH) {
+            return;
+        }
+    }
+}
+
+/* ---- completion ---- */
+
+static uint64_t * checksum_of(ms_stream * s, const ms_slot * slot, int slice) {
+    int b = s->index->group[slot->group].bank[slice];
+    return &s->checksum[s->checksum_at[b] + (size_t) slot->expert];
+}
+
+static uint64_t slice_checksum(const ms_stream * s, int slot, int slice) {
+    const ms_slot * at = &s->cache.slot[slot];
+    const ms_bank * bank = &s->index->bank[s->index->group[at->group].bank[slice]];
+    return ms_checksum(ms_stream_payload(s, slot, slice), (size_t) bank->slice_bytes);
+}
+
+static void slice_done(ms_stream * s, const ms_flight * f, moestream_status status, int os_errno) {
+    uint64_t sum = 0;
+    bool ok = status == MOESTREAM_OK;
+    if (ok && s->options.verify) {
+        sum = slice_checksum(s, f->slot, f->slice);
+    }
+    pthread_mutex_lock(&s->lock);
+    if (sum != 0) {
+        uint64_t * kept = checksum_of(s, &s->cache.slot[f->slot], f->slice);
+        if (*kept == 0) {
+            *kept = sum;
+        } else if (*kept != sum) {
+            ok = false;
+            status = MOESTREAM_ERR_CORRUPT;
+        }
+    }
+    s->failure[f->slot * MS_MAX_SLICES + f->slice] = (ms_failure) {status, os_errno};
+    ms_slot_publish(&s->cache, f->slot, f->slice, ok);
+    ms_slot_end_read(&s->cache, f->slot);
+    if (f->prefetch) {
+        s->n_ahead_in_flight--;
+    } else {
+        s->n_demand_in_flight--;
+    }
+}
+
+void ms_stream_done(void * user, ms_read * read, moestream_status status, int os_errno) {
+    ms_stream * s = user;
+    int i = (int) read->tag;
+    ms_flight f = s->flight[i];
+    if (f.range != NULL) {
+        pthread_mutex_lock(&s->lock);
+        if (status != MOESTREAM_OK && f.range->status == MOESTREAM_OK) {
+            f.range->status = status;
+            f.range->os_errno = os_errno;
+            f.range->failed_offset = read->offset;
+        }
+        f.range->left--;
+    } else {
+        slice_done(s, &f, status, os_errno);
+    }
+    s->free_read[s->n_free_read++] = i;
+    bool more = s->demand.count + s->ahead.count > 0;
+    if (s->n_waiting_free > 0) {
+        pthread_cond_broadcast(&s->freed);
+    }
+    pthread_mutex_unlock(&s->lock);
+    if (more) {
+        submit_waiting(s);
+    }
+}
+
+/* ---- demand ---- */
+
+/* Requests one slice if it is neither there nor on its way; returns true if it was. */
+static bool request_locked(ms_stream * s, int slot, int slice, ms_queue * queue, moestream_stats * counts) {
+    ms_slice_state state = ms_slot_state(&s->cache, slot, slice);
+    if (state == MS_FAILED && s->cache.slot[slot].pins == 1) {
+        ms_slot_clear(&s->cache, slot, slice); /* nobody else looks at the failure: try again */
+        state = MS_EMPTY;
+    }
+    if (state != MS_EMPTY) {
+        return true;
+    }
+    const ms_bank * bank = &s->index->bank[s->index->group[s->cache.slot[slot].group].bank[slice]];
+    uint64_t begin = ms_bank_offset(bank, s->cache.slot[slot].expert);
+    counts->n_reads++;
+    counts->slice_bytes += bank->slice_bytes;
+    counts->read_bytes += ms_align_up(begin + bank->slice_bytes, MS_PAGE) - ms_align_down(begin, MS_PAGE);
+    ms_slot_begin_read(&s->cache, slot, slice);
+    push(queue, slot, slice);
+    return false;
+}
+
+static void add_counts(moestream_stats * to, const moestream_stats * from) {
+    to->n_hits += from->n_hits;
+    to->n_misses += from->n_misses;
+    to->n_coalesced += from->n_coalesced;
+    to->n_reads += from->n_reads;
+    to->read_bytes += from->read_bytes;
+    to->slice_bytes += from->slice_bytes;
+    to->n_prefetch += from->n_prefetch;
+    to->n_prefetch_useful += from->n_prefetch_useful;
+    to->prefetch_bytes += from->prefetch_bytes;
+}
+
+static void count(moestream_stats * counts, ms_slot * slot, bool found, bool in_flight) {
+    if (found) {
+        counts->n_hits++;
+        counts->n_coalesced += in_flight;
+    } else {
+        counts->n_misses++;
+    }
+    if (slot->prefetched) {
+        slot->prefetched = false;
+        counts->n_prefetch_useful++;
+    }
+}
+
+int ms_stream_acquire(ms_stream * s, const ms_demand * d, const int32_t * experts, int n, int32_t * slots,
+                      moestream_stats * counts) {
+    moestream_stats mine = {0};
+    int n_slices = s->index->group[d->group].n_slices, got = 0;
+    pthread_mutex_lock(&s->lock);
+    for (; got < n; got++) {
+        int slot = ms_slot_find(&s->cache, d->group, experts[got]);
+        if (slot < 0) {
+            slot = ms_slot_assign(&s->cache, d->group, experts[got], 0);
+            if (slot < 0) {
+                break;
+            }
+        }
+        ms_slot_pin(&s->cache, slot);
+        ms_slot_touch(&s->cache, slot);
+        s->n_pinned++;
+        bool found = request_locked(s, slot, d->slice, &s->demand, &mine);
+        slots[got] = slot;
+        if (d->leader) {
+            /* the other slices are requested in a second round below, so that what is needed now is read first */
+            bool in_flight = ms_slot_state(&s->cache, slot, d->slice) == MS_READING;
+            count(&mine, &s->cache.slot[slot], found, in_flight);
+        }
+    }
+    if (d->all_slices) {
+        for (int k = 0; k < n_slices; k++) {
+            for (int i = 0; i < got && k != d->slice; i++) {
+                request_locked(s, slots[i], k, &s->demand, &mine);
+            }
+        }
+    }
+    bool more = s->demand.count > 0;
+    add_counts(&s->stats, &mine);
+    pthread_mutex_unlock(&s->lock);
+    add_counts(counts, &mine);
+    if (more) {
+        submit_waiting(s);
+    }
+    return got;
+}
+
+bool ms_stream_fits(ms_stream * s, int group, int n) {
+    pthread_mutex_lock(&s->lock);
+    int cls = s->group_class[group];
+    bool fits = cls >= 0 && n <= s->cache.n_slots && n <= s->slab.n_slots[cls] && n <= ms_slot_free_count(&s->cache, cls) +
+                s->n_ahead_in_flight;
+    pthread_mutex_unlock(&s->lock);
+    return fits;
+}
+
+ms_slice_state ms_stream_state(const ms_stream * s, int slot, int slice) {
+    return ms_slot_state(&s->cache, slot, slice);
+}
+
+const uint8_t * ms_stream_payload(const ms_stream * s, int slot, int slice) {
+    const ms_slot * at = &s->cache.slot[slot];
+    const ms_bank * bank = &s->index->bank[s->index->group[at->group].bank[slice]];
+    return ms_slab_slot(&s->slab, slot) + s->slice_at[at->group * MS_MAX_SLICES + slice] +
+           ms_bank_offset(bank, at->expert) % MS_PAGE;
+}
+
+void ms_stream_wait(ms_stream * s, int slot, int slice) {
+    uint64_t seen = s->reader->ops->completed(s->reader);
+    if (ms_stream_state(s, slot, slice) == MS_READING) {
+        s->reader->ops->wait(s->reader, seen, MS_WAIT_NS);
+    }
+}
+
+static void timed_wait_locked(ms_stream * s, uint64_t ns) {
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_nsec += (long) ns;
+    until.tv_sec += until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
+    s->n_waiting_free++;
+    pthread_cond_timedwait(&s->freed, &s->lock, &until);
+    s->n_waiting_free--;
+}
+
+void ms_stream_wait_free(ms_stream * s) {
+    ms_stream_poll(s);
+    pthread_mutex_lock(&s->lock);
+    timed_wait_locked(s, MS_WAIT_NS / 5);
+    pthread_mutex_unlock(&s->lock);
+}
+
+void ms_stream_poll(ms_stream * s) {
+    s->reader->ops->poll(s->reader);
+}
+
+void ms_stream_release(ms_stream * s, int slice, const int32_t * slots, int n) {
+    pthread_mutex_lock(&s->lock);
+    for (int i = 0; i < n; i++) {
+        ms_slot_unpin(&s->cache, slots[i]);
+        s->n_pinned--;
+        if (s->options.cache_none && s->cache.slot[slots[i]].pins == 0 &&
+            ms_slot_state(&s->cache, slots[i], slice) == MS_READY) {
+            ms_slot_clear(&s->cache, slots[i], slice);
+        }
+    }
+    if (s->n_waiting_free > 0) {
+        pthread_cond_broadcast(&s->freed);
+    }
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* ---- reading ahead ---- */
+
+int ms_stream_prefetch(ms_stream * s, int group, const int32_t * experts, int n, moestream_stats * counts) {
+    moestream_stats mine = {0};
+    pthread_mutex_lock(&s->lock);
+    /* what the layer at work and the one before it just used is needed again soon; leave it alone */
+    uint64_t recent = (uint64_t) (s->index->n_expert_used > 0 ? 2 * s->index->n_expert_used : 2);
+    uint64_t spare = s->cache.tick > recent ? s->cache.tick - recent : 1;
+    for (int i = 0; i < n && s->demand.count == 0 && s->ahead.count < s->depth && !s->options.cache_none; i++) {
+        if (experts[i] < 0 || experts[i] >= s->index->group[group].n_expert ||
+            ms_slot_find(&s->cache, group, experts[i]) >= 0) {
+            continue;
+        }
+        int slot = ms_slot_assign(&s->cache, group, experts[i], spare);
+        if (slot < 0) {
+            break;
+        }
+        s->cache.slot[slot].prefetched = true;
+        mine.n_prefetch++;
+        for (int k = 0; k < s->index->group[group].n_slices; k++) {
+            request_locked(s, slot, k, &s->ahead, &mine);
+        }
+    }
+    mine.prefetch_bytes = mine.read_bytes;
+    add_counts(&s->stats, &mine);
+    pthread_mutex_unlock(&s->lock);
+    add_counts(counts, &mine);
+    if (mine.n_prefetch > 0) {
+        submit_waiting(s);
+    }
+    return (int) mine.n_prefetch;
+}
+
+bool ms_stream_idle(ms_stream * s) {
+    pthread_mutex_lock(&s->lock);
+    bool idle = s->n_demand_in_flight == 0 && s->demand.count == 0;
+    pthread_mutex_unlock(&s->lock);
+    return idle;
+}
+
+/* ---- why something failed ---- */
+
+moestream_status ms_stream_read_error(ms_stream * s, int slot, int slice, moestream_error * err) {
+    pthread_mutex_lock(&s->lock);
+    ms_failure why = s->failure[slot * MS_MAX_SLICES + slice];
+    ms_slot at = {.group = s->cache.slot[slot].group, .expert = s->cache.slot[slot].expert};
+    pthread_mutex_unlock(&s->lock);
+    const ms_bank * bank = &s->index->bank[s->index->group[at.group].bank[slice]];
+    const char * name = s->index->tensor[bank->tensor].name;
+    const char * path = s->index->path[bank->file];
+    uint64_t offset = ms_bank_offset(bank, at.expert);
+    switch (why.status) {
+        case MOESTREAM_ERR_CORRUPT:
+            return ms_fail(err, MOESTREAM_ERR_CORRUPT, 0, "expert %d of '%s' (layer %d, slice %d) differs from what was read first, from '%s' at "
+                           "offset %" PRIu64, at.expert, name, s->index->group[at.group].layer, slice, path, offset);
+        case MOESTREAM_ERR_EOF:
+            return ms_fail(err, MOESTREAM_ERR_EOF, 0, "'%s' ended inside expert %d of '%s': %" PRIu64 " bytes at offset %" PRIu64
+                           " were asked for", path, at.expert, name, bank->slice_bytes, offset);
+        default:
+            return ms_fail(err, MOESTREAM_ERR_IO, why.os_errno, "could not read expert %d of '%s' from '%s' at offset %" PRIu64 ": %s (errno %d)",
+                           at.expert, name, path, offset, strerror(why.os_errno), why.os_errno);
+    }
+}
+
+moestream_status ms_stream_deadline_error(ms_stream * s, int slot, int slice, uint64_t waited_ns, moestream_error * err) {
+    const ms_slot * at = &s->cache.slot[slot];
+    const ms_bank * bank = &s->index->bank[s->index->group[at->group].bank[slice]];
+    return ms_fail(err, MOESTREAM_ERR_IO, ETIMEDOUT, "reading expert %d of '%s' from '%s' at offset %" PRIu64 " did not finish in %.1f s (deadline_ms)",
+                   at->expert, s->index->tensor[bank->tensor].name, s->index->path[bank->file],
+                   ms_bank_offset(bank, at->expert), (double) waited_ns * 1e-9);
+}
+
+moestream_status ms_stream_verify(ms_stream * s, int slot, int slice, moestream_error * err) {
+    if (!s->options.verify) {
+        return MOESTREAM_OK;
+    }
+    uint64_t sum = slice_checksum(s, slot, slice);
+    pthread_mutex_lock(&s->lock);
+    bool same = *checksum_of(s, &s->cache.slot[slot], slice) == sum;
+    if (!same) {
+        s->failure[slot * MS_MAX_SLICES + slice] = (ms_failure) {MOESTREAM_ERR_CORRUPT, 0};
+    }
+    pthread_mutex_unlock(&s->lock);
+    return same ? MOESTREAM_OK : ms_stream_read_error(s, slot, slice, err);
+}
+
+/* Four independent lanes of multiply and rotate: fast enough to check every use, different for any flipped bit. Not
+ * meant against an adversary. Never 0, which means "not read yet". */
+uint64_t ms_checksum(const uint8_t * bytes, size_t n) {
+    const uint64_t k = 0x9e3779b97f4a7c15u;
+    uint64_t lane[4] = {k, k ^ 1, k ^ 2, n};
+    size_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+        uint64_t w[4];
+        memcpy(w, bytes + i, sizeof(w));
+        for (int j = 0; j < 4; j++) {
+            lane[j] = (lane[j] ^ w[j]) * k;
+            lane[j] ^= lane[j] >> 29;
+        }
+    }
+    for (; i < n; i++) {
+        lane[0] = (lane[0] ^ bytes[i]) * k;
+    }
+    uint64_t sum = k;
+    for (int j = 0; j < 4; j++) {
+        sum = (sum ^ lane[j]) * k;
+        sum ^= sum >> 32;
+    }
+    return sum | 1;
+}

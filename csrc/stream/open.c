@@ -1,0 +1,239 @@
+/* stream/open: opening, resizing and closing a stream; its files, reader, slab, cache and pool of reads. */
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "stream/internal.h"
+
+/* ---- cache and pool ---- */
+
+void ms_stream_drop_cache(ms_stream * s) {
+    ms_slot_cache_close(&s->cache);
+    ms_slab_close(&s->slab);
+    free(s->failure);
+    free(s->demand.want);
+    free(s->ahead.want);
+    s->failure = NULL;
+    s->demand = s->ahead = (ms_queue) {0};
+}
+
+static bool queue_open(ms_queue * queue, int capacity) {
+    *queue = (ms_queue) {.want = ms_calloc((size_t) capacity, sizeof(ms_want)), .capacity = capacity};
+    return queue->want != NULL;
+}
+
+moestream_status ms_stream_make_cache(ms_stream * s, uint64_t budget, moestream_error * err) {
+    int n_slots[MS_MAX_CLASSES] = {0};
+    uint64_t min_bytes = 0;
+    const ms_stream_sizes * z = &s->sizes;
+    if (!ms_slab_share(budget, z->n_classes, z->slot_bytes, z->n_experts, z->min_slots, n_slots, &min_bytes)) {
+        return ms_fail(err, MOESTREAM_ERR_NOMEM, 0,
+                       "a cache of %" PRIu64 " bytes is too small: this model needs at least %" PRIu64
+                       " bytes (two tokens' experts of one layer in each of %d slot sizes)", budget, min_bytes, z->n_classes);
+    }
+    moestream_status st = ms_slab_open(&s->slab, z->n_classes, z->slot_bytes, n_slots, err);
+    if (st != MOESTREAM_OK) {
+        return st;
+    }
+    int * experts = ms_calloc((size_t) s->index->n_groups, sizeof(int));
+    if (experts == NULL) {
+        ms_stream_drop_cache(s);
+        return ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for the cache's tables");
+    }
+    for (int g = 0; g < s->index->n_groups; g++) {
+        experts[g] = s->index->group[g].n_expert;
+    }
+    st = ms_slot_cache_open(&s->cache, s->index->n_groups, s->group_class, experts, z->n_classes, n_slots,
+                            MS_POLICY_LRU, err);
+    free(experts);
+    int slices = s->slab.total_slots * MS_MAX_SLICES;
+    if (st == MOESTREAM_OK) {
+        s->failure = ms_calloc((size_t) slices, sizeof(*s->failure));
+        if (s->failure == NULL || !queue_open(&s->demand, slices) || !queue_open(&s->ahead, slices)) {
+            st = ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for the tables of %d slots", s->slab.total_slots);
+        }
+    }
+    if (st != MOESTREAM_OK) {
+        ms_stream_drop_cache(s);
+    }
+    return st;
+}
+
+static moestream_status open_reader(ms_stream * s, moestream_error * err) {
+    ms_reader_options options = {.depth = s->depth, .n_threads = s->options.n_readers, .slab = s->slab.base,
+                                 .slab_bytes = (size_t) s->slab.bytes, .done = ms_stream_done, .user = s};
+    return ms_reader_open(&s->reader, s->options.io, &options, err);
+}
+
+static void describe(ms_stream * s) {
+    uint64_t experts = 0, bytes = 0;
+    for (int g = 0; g < s->index->n_groups; g++) {
+        experts += (uint64_t) s->index->group[g].n_expert;
+        for (int k = 0; k < s->index->group[g].n_slices; k++) {
+            bytes += s->index->tensor[s->index->bank[s->index->group[g].bank[k]].tensor].bytes;
+        }
+    }
+    int direct = 0;
+    for (int i = 0; i < s->n_files; i++) {
+        direct += atomic_load(&s->file[i].direct);
+    }
+    snprintf(s->describe, sizeof(s->describe),
+             "streaming %" PRIu64 " experts of %d layers, %.2f GiB, through a cache of %.2f GiB (%d slots in %d sizes%s); %s, depth %d, "
+             "%d of %d files read directly%s", experts, s->index->n_groups, (double) bytes / (1 << 30), (double) s->slab.bytes / (1 << 30),
+             s->slab.total_slots, s->slab.n_classes, s->slab.huge ? ", huge pages" : "", s->reader->ops->name, s->depth,
+             direct, s->n_files, s->options.cache_none ? ", nothing kept between operations" : "");
+}
+
+/* ---- open ---- */
+
+static moestream_status open_files(ms_stream * s, moestream_error * err) {
+    s->file = ms_calloc((size_t) s->index->n_files, sizeof(*s->file));
+    if (s->file == NULL) {
+        return ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for %d files", s->index->n_files);
+    }
+    for (int i = 0; i < s->index->n_files; i++) {
+        uint64_t probe = 0; /* where direct and buffered reads are compared: the first expert bytes of this file */
+        for (int b = s->index->n_banks - 1; b >= 0; b--) {
+            probe = s->index->bank[b].file == i ? s->index->bank[b].offset : probe;
+        }
+        moestream_status st = ms_file_open(&s->file[i], s->index->path[i], s->options.direct, probe, err);
+        if (st != MOESTREAM_OK) {
+            return st;
+        }
+        s->n_files = i + 1;
+        if (s->file[i].bytes < s->index->file_bytes[i]) {
+            return ms_fail(err, MOESTREAM_ERR_EOF, 0, "'%s' shrank from %" PRIu64 " to %" PRIu64 " bytes while it was opened",
+                           s->file[i].path, s->index->file_bytes[i], s->file[i].bytes);
+        }
+    }
+    return MOESTREAM_OK;
+}
+
+static moestream_status alloc_tables(ms_stream * s, moestream_error * err) {
+    size_t n = (size_t) s->index->n_groups, d = (size_t) s->depth;
+    s->group_class = ms_calloc(n + 1, sizeof(*s->group_class));
+    s->slice_at = ms_calloc((n + 1) * MS_MAX_SLICES, sizeof(*s->slice_at));
+    s->read = ms_calloc(d, sizeof(*s->read));
+    s->flight = ms_calloc(d, sizeof(*s->flight));
+    s->free_read = ms_calloc(d, sizeof(*s->free_read));
+    bool ok = s->group_class && s->slice_at && s->read && s->flight && s->free_read;
+    if (ok && s->options.verify) {
+        size_t total = 0;
+        s->checksum_at = ms_calloc((size_t) s->index->n_banks + 1, sizeof(*s->checksum_at));
+        for (int b = 0; ok && s->checksum_at != NULL && b < s->index->n_banks; b++) {
+            s->checksum_at[b] = total;
+            total += (size_t) s->index->bank[b].n_expert;
+        }
+        s->checksum = ms_calloc(total + 1, sizeof(*s->checksum));
+        ok = s->checksum != NULL && s->checksum_at != NULL;
+    }
+    if (!ok) {
+        return ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for the tables of %zu layers and %zu reads", n, d);
+    }
+    for (size_t i = 0; i < d; i++) {
+        s->free_read[i] = (int) i;
+    }
+    s->n_free_read = s->depth;
+    for (size_t g = 0; g < n; g++) {
+        ms_stream_layout(s->index, (int) g, &s->slice_at[g * MS_MAX_SLICES]);
+    }
+    return MOESTREAM_OK;
+}
+
+moestream_status ms_stream_open(ms_stream ** out, const ms_index * index, const ms_stream_options * options,
+                                moestream_error * err) {
+    ms_stream * s = ms_calloc(1, sizeof(*s));
+    if (s == NULL) {
+        return ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for a stream");
+    }
+    s->index = index;
+    s->options = *options;
+    s->depth = options->queue_depth;
+    pthread_mutex_init(&s->lock, NULL);
+    pthread_condattr_t attr;
+    pthread_condattr_init(&attr);
+    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+    pthread_cond_init(&s->freed, &attr);
+    pthread_condattr_destroy(&attr);
+
+    moestream_status st = alloc_tables(s, err);
+    if (st == MOESTREAM_OK) {
+        ms_stream_size(index, &s->sizes, s->group_class);
+        st = open_files(s, err);
+    }
+    if (st == MOESTREAM_OK) {
+        st = ms_stream_make_cache(s, options->cache_none ? s->sizes.min_bytes : options->cache_bytes, err);
+    }
+    if (st == MOESTREAM_OK) {
+        st = open_reader(s, err);
+    }
+    if (st != MOESTREAM_OK) {
+        ms_stream_close(s);
+        return st;
+    }
+    describe(s);
+    if (!options->cache_none && s->slab.bytes < s->sizes.cycle_bytes) {
+        ms_log(MS_LOG_WARN, "the cache of %.2f GiB is smaller than what one token touches (%.2f GiB): nearly every expert will be read "
+               "again for each token", (double) s->slab.bytes / (1 << 30), (double) s->sizes.cycle_bytes / (1 << 30));
+    }
+    *out = s;
+    return MOESTREAM_OK;
+}
+
+void ms_stream_close(ms_stream * s) {
+    if (s == NULL) {
+        return;
+    }
+    if (s->reader != NULL) {
+        s->reader->ops->close(s->reader); /* waits for what is in flight: the kernel still writes to the slab */
+    }
+    ms_stream_drop_cache(s);
+    for (int i = 0; i < s->n_files; i++) {
+        ms_file_close(&s->file[i]);
+    }
+    pthread_mutex_destroy(&s->lock);
+    pthread_cond_destroy(&s->freed);
+    free(s->file);
+    free(s->group_class);
+    free(s->slice_at);
+    free(s->read);
+    free(s->flight);
+    free(s->free_read);
+    free(s->checksum);
+    free(s->checksum_at);
+    free(s);
+}
+
+moestream_status ms_stream_resize(ms_stream * s, uint64_t cache_bytes, moestream_error * err) {
+    int n_slots[MS_MAX_CLASSES];
+    uint64_t min_bytes = 0;
+    const ms_stream_sizes * z = &s->sizes;
+    if (!ms_slab_share(cache_bytes, z->n_classes, z->slot_bytes, z->n_experts, z->min_slots, n_slots, &min_bytes)) {
+        return ms_fail(err, MOESTREAM_ERR_NOMEM, 0, "a cache of %" PRIu64 " bytes is too small: this model needs at least %" PRIu64 " bytes",
+                       cache_bytes, min_bytes);
+    }
+    /* Nothing may write to the old slab or look at it: no pins, no read in flight, and the lock held meanwhile, so that
+     * demands of other contexts wait here. The one place where memory is asked for under the lock. */
+    pthread_mutex_lock(&s->lock);
+    while (s->n_pinned == 0 && s->n_demand_in_flight + s->n_ahead_in_flight + s->demand.count + s->ahead.count > 0) {
+        pthread_mutex_unlock(&s->lock);
+        s->reader->ops->wait(s->reader, s->reader->ops->completed(s->reader), 1000 * 1000);
+        pthread_mutex_lock(&s->lock);
+    }
+    moestream_status st = MOESTREAM_OK;
+    if (s->n_pinned > 0) {
+        st = ms_fail(err, MOESTREAM_ERR_BUSY, 0, "could not resize the cache: %d slots are in use by a running call", s->n_pinned);
+    } else {
+        uint64_t old = s->slab.bytes;
+        ms_stream_drop_cache(s);
+        st = ms_stream_make_cache(s, cache_bytes, err);
+        if (st != MOESTREAM_OK) {
+            MS_ASSERT(ms_stream_make_cache(s, old, NULL) == MOESTREAM_OK); /* what was just given back can be had again */
+        }
+        describe(s);
+    }
+    pthread_mutex_unlock(&s->lock);
+    return st;
+}
