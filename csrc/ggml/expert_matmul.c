@@ -1,0 +1,541 @@
+/*
+ * ggml/expert_matmul: MUL_MAT_ID over experts that arrive from disk, run in place of the stock operation on all of the
+ * CPU backend's threads.
+ * Guarantees: the same bits as ggml_compute_forward_mul_mat_id of the bound library. One row for an expert: from_float
+ * and vec_dot of the weight type, which is what the stock kernel does with one row. Several rows: the stock kernel
+ * itself, on a small graph over one expert's slice (it may use tiled kernels with other rounding).
+ * One barrier, before the work; none after it: ggml has one behind every node.
+ * Never keeps a slice pinned after the operation; never allocates on the way but for the rare growth of a thread's
+ * scratch.
+ */
+#include <errno.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ggml/store.h"
+
+enum {
+    MS_CHUNK_ROWS = 64,        /* output rows per chunk, a multiple of every tile height in ggml */
+    MS_DOT_TOKENS = 8          /* up to here all activations are quantised once, in common */
+};
+
+/* What one thread needs for small graphs; made at its first use, grown when an operation is larger. */
+struct ms_scratch {
+    struct ggml_context * context;
+    ggml_threadpool_t pool;
+    uint8_t * bytes; /* activations, results, ids, work */
+    size_t room;
+};
+
+moestream_status ms_scratch_init(moestream_context * ctx, moestream_error * err) {
+    ctx->scratch = ms_calloc(MS_MAX_THREADS, sizeof(*ctx->scratch));
+    return ctx->scratch != NULL ? MOESTREAM_OK
+                                : ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for the state of %d threads", MS_MAX_THREADS);
+}
+
+void ms_scratch_free(moestream_context * ctx) {
+    for (int i = 0; ctx->scratch != NULL && i < MS_MAX_THREADS; i++) {
+        if (ctx->scratch[i].context != NULL) {
+            ctx->api->ggml_free(ctx->scratch[i].context);
+        }
+        if (ctx->scratch[i].pool != NULL) {
+            ctx->api->ggml_threadpool_free(ctx->scratch[i].pool);
+        }
+        free(ctx->scratch[i].bytes);
+    }
+    free(ctx->scratch);
+}
+
+static enum ggml_type dot_type(const ms_api * api, const struct ggml_tensor * weights) {
+    return api->ggml_get_type_traits_cpu(weights->type)->vec_dot_type;
+}
+
+static bool quantize_in_common(const struct ggml_tensor * node) {
+    return node->src[2]->ne[1] <= MS_DOT_TOKENS;
+}
+
+bool ms_matmul_reserve(moestream_context * ctx, const struct ggml_tensor * node) {
+    const struct ggml_tensor * x = node->src[1], * ids = node->src[2];
+    size_t rows = (size_t) (ids->ne[0] * ids->ne[1]);
+    if (rows > ctx->n_rows_room) {
+        ms_row * grown = realloc(ctx->rows, rows * sizeof(*grown));
+        if (grown == NULL) {
+            return false;
+        }
+        ctx->rows = grown;
+        ctx->n_rows_room = rows;
+    }
+    size_t bytes = quantize_in_common(node) ? ctx->api->ggml_row_size(dot_type(ctx->api, node->src[0]), x->ne[0]) *
+                                                  (size_t) (x->ne[1] * x->ne[2])
+                                            : 0;
+    if (bytes > ctx->quantized_room) {
+        uint8_t * grown = aligned_alloc(64, ms_align_up(bytes, 64));
+        if (grown == NULL) {
+            return false;
+        }
+        free(ctx->quantized);
+        ctx->quantized = grown;
+        ctx->quantized_room = ms_align_up(bytes, 64);
+    }
+    return true;
+}
+
+/* ---- barrier: sense by phase; yields after a short spin, since readers and other threads may need the core ---- */
+
+static void barrier(moestream_context * ctx, int nth) {
+    if (nth == 1) {
+        return;
+    }
+    int phase = atomic_load_explicit(&ctx->barrier_phase, memory_order_relaxed);
+    if (atomic_fetch_add_explicit(&ctx->barrier_count, 1, memory_order_acq_rel) == nth - 1) {
+        atomic_store_explicit(&ctx->barrier_count, 0, memory_order_relaxed);
+        atomic_store_explicit(&ctx->barrier_phase, phase + 1, memory_order_release); /* pairs with the acquire below */
+        return;
+    }
+    for (unsigned n = 0; atomic_load_explicit(&ctx->barrier_phase, memory_order_acquire) == phase; n++) {
+        ms_relax(n);
+    }
+}
+
+/* ---- start: thread 0 sorts rows by expert and acquires slots ---- */
+
+/* The router's choice; under replay the recorded one. */
+static int32_t id_at(const moestream_context * ctx, const struct ggml_tensor * ids, int64_t k, int64_t t) {
+    const moestream * ms = ctx->ms;
+    if (ms->replay != NULL && k < ms->plan->index.n_expert_used) {
+        size_t token = (ctx->replay_token + (size_t) t) % ms->n_replay;
+        size_t layer = (size_t) ms->plan->index.group[ctx->op.group].layer;
+        return ms->replay[(token * (size_t) ms->plan->index.n_layer + layer) * (size_t) ms->plan->index.n_expert_used + (size_t) k];
+    }
+    return *(const int32_t *) ((const char *) ids->data + (size_t) t * ids->nb[1] + (size_t) k * ids->nb[0]);
+}
+
+/* Groups the rows by expert; entries in the order in which experts first appear. false if an id is out of range. */
+static bool sort_rows(moestream_context * ctx, const struct ggml_tensor * ids, int n_expert, moestream_error * e) {
+    ms_op * op = &ctx->op;
+    int64_t n_used = ids->ne[0], n_tokens = ids->ne[1];
+    op->n_entries = 0;
+    for (int64_t t = 0; t < n_tokens; t++) {
+        for (int64_t k = 0; k < n_used; k++) {
+            int32_t expert = id_at(ctx, ids, k, t);
+            if (expert < 0 || expert >= n_expert) {
+                for (int i = 0; i < op->n_entries; i++) {
+                    ctx->entry_of[ctx->entry[i].expert] = -1;
+                }
+                op->n_entries = 0;
+                ms_fail(e, MOESTREAM_ERR_INVALID, 0, "token %lld of layer %d chose expert %d, there are %d", (long long) t,
+                        ctx->ms->plan->index.group[op->group].layer, (int) expert, n_expert);
+                return false;
+            }
+            if (ctx->entry_of[expert] < 0) {
+                ctx->entry_of[expert] = op->n_entries;
+                ms_entry * fresh = &ctx->entry[op->n_entries++];
+                fresh->expert = expert;
+                fresh->n_rows = 0;
+            }
+            ctx->entry[ctx->entry_of[expert]].n_rows++;
+        }
+    }
+    int32_t at = 0;
+    for (int i = 0; i < op->n_entries; i++) {
+        ms_entry * entry = &ctx->entry[i];
+        entry->first_row = at;
+        at += entry->n_rows;
+        entry->n_rows = 0;
+    }
+    for (int64_t t = 0; t < n_tokens; t++) {
+        for (int64_t k = 0; k < n_used; k++) {
+            ms_entry * entry = &ctx->entry[ctx->entry_of[id_at(ctx, ids, k, t)]];
+            ctx->rows[entry->first_row + entry->n_rows++] = (ms_row) {(int32_t) k, (int32_t) t};
+        }
+    }
+    for (int i = 0; i < op->n_entries; i++) {
+        ctx->entry_of[ctx->entry[i].expert] = -1;
+    }
+    return true;
+}
+
+static ms_demand demand_of(const moestream_context * ctx, bool leader) {
+    return (ms_demand) {.group = ctx->op.group, .slice = ctx->op.slice, .leader = leader, .all_slices = leader && ctx->pass_all};
+}
+
+/* Acquires slots for the entries that have none, as many as there is room for. Thread 0 before the barrier; later any
+ * thread that finished an entry, one at a time (op_lock). */
+static void acquire_more(moestream_context * ctx, bool leader) {
+    ms_op * op = &ctx->op;
+    int have = atomic_load_explicit(&op->n_acquired, memory_order_relaxed);
+    int n = op->n_entries - have;
+    for (int i = 0; i < n; i++) {
+        ctx->experts[i] = ctx->entry[have + i].expert;
+    }
+    ms_demand demand = demand_of(ctx, leader);
+    int got = n > 0 ? ms_stream_acquire(ctx->ms->stream, &demand, ctx->experts, n, ctx->slots, &ctx->total) : 0;
+    for (int i = 0; i < got; i++) {
+        ctx->entry[have + i].slot = ctx->slots[i];
+    }
+    atomic_store_explicit(&op->n_acquired, have + got, memory_order_release); /* pairs with the acquire in next_chunk */
+}
+
+/* The first operation of a layer asks for the whole expert (up, gate and down), so that the later reads overlap with the
+ * earlier computing. Where not all experts fit at once, each operation reads only its own slices. */
+static bool begin_pass(moestream_context * ctx) {
+    ms_op * op = &ctx->op;
+    unsigned bit = 1u << op->slice;
+    bool leader = ctx->pass_group != op->group || (ctx->pass_slices & bit) != 0;
+    if (leader) {
+        if (op->group == 0) {
+            ctx->replay_token += ctx->replay_step;
+            ctx->replay_step = (size_t) op->dst->src[2]->ne[1];
+        }
+        ctx->pass_group = op->group;
+        ctx->pass_slices = 0;
+    }
+    ctx->pass_slices |= bit;
+    return leader;
+}
+
+/* Rows per chunk: small for single rows, so that threads end together; with many rows a chunk costs a small graph and a
+ * second quantisation of the activations, so whole experts where there are enough of them to go round. */
+static int64_t chunk_rows(const struct ggml_tensor * dst, int n_entries, int nth) {
+    int64_t n_out = dst->src[0]->ne[1];
+    if (dst->src[2]->ne[1] <= MS_DOT_TOKENS) {
+        return MS_CHUNK_ROWS;
+    }
+    int64_t parts = (4 * nth + n_entries - 1) / n_entries; /* per expert, for four chunks a thread */
+    int64_t rows = nth == 1 ? n_out : (n_out + parts - 1) / parts;
+    return (int64_t) ms_align_up((uint64_t) rows, MS_CHUNK_ROWS);
+}
+
+static void zero_all(const struct ggml_tensor * dst) {
+    for (int64_t t = 0; t < dst->ne[2]; t++) {
+        for (int64_t k = 0; k < dst->ne[1]; k++) {
+            memset((char *) dst->data + (size_t) t * dst->nb[2] + (size_t) k * dst->nb[1], 0, (size_t) dst->ne[0] * sizeof(float));
+        }
+    }
+}
+
+static void start(moestream_context * ctx, const struct ggml_tensor * dst, int bank, int nth) {
+    ms_op * op = &ctx->op;
+    const ms_bank * b = &ctx->ms->plan->index.bank[bank];
+    op->dst = dst;
+    op->bank = bank;
+    op->group = b->group;
+    op->slice = b->slice;
+    moestream_error e = {.struct_size = sizeof(e)};
+    op->started_ns = ms_now_ns();
+    bool leader = begin_pass(ctx);
+    if (atomic_load(&ctx->failed)) {
+        op->n_entries = 0;
+    } else if (!sort_rows(ctx, dst->src[2], b->n_expert, &e)) {
+        ms_context_fail(ctx, &e);
+    }
+    atomic_store_explicit(&op->n_acquired, 0, memory_order_relaxed);
+    atomic_store_explicit(&op->n_done, 0, memory_order_relaxed);
+    atomic_store_explicit(&op->first_open, 0, memory_order_relaxed);
+    if (op->n_entries == 0) {
+        zero_all(dst);
+        return;
+    }
+    if (leader) {
+        ctx->pass_all = ms_stream_fits(ctx->ms->stream, op->group, op->n_entries);
+    }
+    op->chunk_rows = chunk_rows(dst, op->n_entries, nth);
+    op->n_chunks = (int) ((dst->src[0]->ne[1] + op->chunk_rows - 1) / op->chunk_rows);
+    for (int i = 0; i < op->n_entries; i++) {
+        ctx->entry[i].slot = -1;
+        atomic_store_explicit(&ctx->entry[i].next, 0, memory_order_relaxed);
+        atomic_store_explicit(&ctx->entry[i].left, op->n_chunks, memory_order_relaxed);
+    }
+    acquire_more(ctx, leader);
+    op->at_once = atomic_load_explicit(&op->n_acquired, memory_order_relaxed) == op->n_entries;
+    ctx->total.n_ops++;
+}
+
+/* ---- computing one chunk ---- */
+
+static void quantize_rows(moestream_context * ctx, const struct ggml_tensor * dst, int part, int n_parts) {
+    const ms_api * api = ctx->api;
+    const struct ggml_tensor * x = dst->src[1];
+    enum ggml_type type = dot_type(api, dst->src[0]);
+    ggml_from_float_t from_float = type == GGML_TYPE_F32 ? NULL : api->ggml_get_type_traits_cpu(type)->from_float;
+    size_t row = api->ggml_row_size(type, x->ne[0]);
+    for (int64_t i = part; i < x->ne[1] * x->ne[2]; i += n_parts) {
+        const char * from = (const char *) x->data + (size_t) (i % x->ne[1]) * x->nb[1] + (size_t) (i / x->ne[1]) * x->nb[2];
+        if (from_float != NULL) {
+            from_float((const float *) from, ctx->quantized + row * (size_t) i, x->ne[0]);
+        } else {
+            memcpy(ctx->quantized + row * (size_t) i, from, row);
+        }
+    }
+}
+
+static void compute_one_row(moestream_context * ctx, const ms_entry * entry, const uint8_t * weights, int64_t r0, int64_t r1) {
+    const struct ggml_tensor * dst = ctx->op.dst, * w = dst->src[0], * x = dst->src[1];
+    const struct ggml_type_traits_cpu * traits = ctx->api->ggml_get_type_traits_cpu(w->type);
+    ms_row row = ctx->rows[entry->first_row];
+    size_t x_row = ctx->api->ggml_row_size(traits->vec_dot_type, x->ne[0]);
+    const uint8_t * activation = ctx->quantized + x_row * (size_t) (row.t * x->ne[1] + row.k % x->ne[1]);
+    float * out = (float *) ((char *) dst->data + (size_t) row.t * dst->nb[2] + (size_t) row.k * dst->nb[1]);
+    for (int64_t r = r0; r < r1; r++) {
+        traits->vec_dot((int) w->ne[0], out + r, 0, weights + (size_t) r * w->nb[1], 0, activation, 0, 1);
+    }
+}
+
+/* Room for one small graph: tensors, activations [K, n], results [M, n], ids [n], ggml's work. */
+static bool scratch_ready(const ms_api * api, ms_scratch * s, size_t bytes) {
+    if (s->context == NULL) {
+        struct ggml_init_params params = {.mem_size = 8 * api->ggml_tensor_overhead() + api->ggml_graph_overhead_custom(8, false),
+                                          .mem_buffer = NULL, .no_alloc = true};
+        struct ggml_threadpool_params pool = api->ggml_threadpool_params_default(1);
+        s->context = api->ggml_init(params);
+        s->pool = s->context != NULL ? api->ggml_threadpool_new(&pool) : NULL;
+    }
+    if (bytes > s->room) {
+        free(s->bytes);
+        s->bytes = aligned_alloc(64, ms_align_up(bytes, 64));
+        s->room = s->bytes != NULL ? ms_align_up(bytes, 64) : 0;
+    }
+    return s->pool != NULL && s->room >= bytes;
+}
+
+static bool compute_rows(moestream_context * ctx, ms_scratch * s, const ms_entry * entry, const uint8_t * weights, int64_t r0,
+                         int64_t r1) {
+    const ms_api * api = ctx->api;
+    const struct ggml_tensor * dst = ctx->op.dst, * w = dst->src[0], * x = dst->src[1];
+    int64_t n = entry->n_rows, n_in = w->ne[0], n_out = r1 - r0;
+    size_t x_bytes = ms_align_up((size_t) (n_in * n) * sizeof(float), 64), d_bytes = ms_align_up((size_t) (n_out * n) * sizeof(float), 64);
+    size_t id_bytes = ms_align_up((size_t) n * sizeof(int32_t), 64);
+    if (!scratch_ready(api, s, x_bytes + d_bytes + id_bytes)) {
+        return false;
+    }
+    api->ggml_reset(s->context);
+    struct ggml_tensor * sw = api->ggml_new_tensor_3d(s->context, w->type, n_in, n_out, 1);
+    struct ggml_tensor * sx = api->ggml_new_tensor_3d(s->context, GGML_TYPE_F32, n_in, 1, n);
+    struct ggml_tensor * si = api->ggml_new_tensor_2d(s->context, GGML_TYPE_I32, 1, n);
+    struct ggml_tensor * sd = api->ggml_mul_mat_id(s->context, sw, sx, si);
+    struct ggml_cgraph * graph = api->ggml_new_graph_custom(s->context, 8, false);
+    memcpy(sd->op_params, ctx->node[ctx->op.bank].params, sizeof(sd->op_params));
+    api->ggml_build_forward_expand(graph, sd);
+    struct ggml_cplan plan = api->ggml_graph_plan(graph, 1, s->pool);
+    if (!scratch_ready(api, s, x_bytes + d_bytes + id_bytes + plan.work_size)) {
+        return false;
+    }
+    float * xs = (float *) s->bytes, * ds = (float *) (s->bytes + x_bytes);
+    sw->data = (void *) (uintptr_t) (weights + (size_t) r0 * w->nb[1]);
+    sx->data = xs;
+    sd->data = ds;
+    si->data = memset(s->bytes + x_bytes + d_bytes, 0, id_bytes);
+    plan.work_data = s->bytes + x_bytes + d_bytes + id_bytes;
+    for (int64_t i = 0; i < n; i++) {
+        ms_row row = ctx->rows[entry->first_row + i];
+        memcpy(xs + i * n_in, (const char *) x->data + (size_t) row.t * x->nb[2] + (size_t) (row.k % x->ne[1]) * x->nb[1],
+               (size_t) n_in * sizeof(float));
+    }
+    if (api->ggml_graph_compute(graph, &plan) != GGML_STATUS_SUCCESS) {
+        return false;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        ms_row row = ctx->rows[entry->first_row + i];
+        memcpy((char *) dst->data + (size_t) row.t * dst->nb[2] + (size_t) row.k * dst->nb[1] + (size_t) r0 * sizeof(float),
+               ds + i * n_out, (size_t) n_out * sizeof(float));
+    }
+    return true;
+}
+
+static void zero_rows(moestream_context * ctx, const ms_entry * entry, int64_t r0, int64_t r1) {
+    const struct ggml_tensor * dst = ctx->op.dst;
+    for (int i = 0; i < entry->n_rows; i++) {
+        ms_row row = ctx->rows[entry->first_row + i];
+        memset((char *) dst->data + (size_t) row.t * dst->nb[2] + (size_t) row.k * dst->nb[1] + (size_t) r0 * sizeof(float), 0,
+               (size_t) (r1 - r0) * sizeof(float));
+    }
+}
+
+/* The slice of this entry is there, right, and the call has not failed; else the call fails now. */
+static bool slice_usable(moestream_context * ctx, const ms_entry * entry, int chunk) {
+    ms_stream * stream = ctx->ms->stream;
+    moestream_error e = {.struct_size = sizeof(e)};
+    if (atomic_load_explicit(&ctx->failed, memory_order_relaxed)) {
+        return false;
+    }
+    if (ms_stream_state(stream, entry->slot, ctx->op.slice) != MS_READY) {
+        ms_stream_read_error(stream, entry->slot, ctx->op.slice, &e);
+    } else if (!ctx->ms->verify || chunk != 0 || ms_stream_verify(stream, entry->slot, ctx->op.slice, &e) == MOESTREAM_OK) {
+        return true;
+    }
+    ms_context_fail(ctx, &e);
+    return false;
+}
+
+static void compute_chunk(moestream_context * ctx, int ith, int i, int chunk) {
+    ms_op * op = &ctx->op;
+    const ms_entry * entry = &ctx->entry[i];
+    int64_t r0 = chunk * op->chunk_rows, n_out = op->dst->src[0]->ne[1];
+    int64_t r1 = r0 + op->chunk_rows < n_out ? r0 + op->chunk_rows : n_out;
+    bool ok = slice_usable(ctx, entry, chunk);
+    if (ok) {
+        const uint8_t * weights = ms_stream_payload(ctx->ms->stream, entry->slot, op->slice);
+        if (entry->n_rows == 1 && quantize_in_common(op->dst)) {
+            compute_one_row(ctx, entry, weights, r0, r1);
+        } else if (!compute_rows(ctx, &ctx->scratch[ith], entry, weights, r0, r1)) {
+            moestream_error e = {.struct_size = sizeof(e)};
+            ms_fail(&e, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory to compute %d rows of an expert", entry->n_rows);
+            ms_context_fail(ctx, &e);
+            ok = false;
+        }
+    }
+    if (!ok) {
+        zero_rows(ctx, entry, r0, r1); /* nothing may read garbage; the call fails through the abort callback */
+    }
+}
+
+/* ---- handing out chunks ---- */
+
+/* The next chunk of an entry whose slice is there: hits first, misses as they arrive. Returns the entry, or -1 with
+ * *pending = an entry whose read is to be waited for, -1 if there is none. After a failure nothing is waited for. */
+static int next_chunk(moestream_context * ctx, int * chunk, int * pending) {
+    ms_op * op = &ctx->op;
+    bool failed = atomic_load_explicit(&ctx->failed, memory_order_relaxed);
+    int n = atomic_load_explicit(&op->n_acquired, memory_order_acquire); /* pairs with the release in acquire_more */
+    int first = atomic_load_explicit(&op->first_open, memory_order_relaxed);
+    *pending = -1;
+    for (int i = first; i < n; i++) {
+        ms_entry * entry = &ctx->entry[i];
+        if (atomic_load_explicit(&entry->next, memory_order_relaxed) >= op->n_chunks) {
+            int expected = i;
+            atomic_compare_exchange_strong(&op->first_open, &expected, i + 1); /* only moves over closed entries in front */
+            continue;
+        }
+        if (!failed && ms_stream_state(ctx->ms->stream, entry->slot, op->slice) == MS_READING) {
+            *pending = *pending < 0 ? i : *pending;
+            continue;
+        }
+        *chunk = atomic_fetch_add_explicit(&entry->next, 1, memory_order_relaxed);
+        if (*chunk < op->n_chunks) {
+            return i;
+        }
+    }
+    return -1;
+}
+
+/* Called by whoever finished the last chunk of an entry. Slots go back at once where others wait for them, else together
+ * at the end, with one lock for all. */
+static void finish_entry(moestream_context * ctx, int i) {
+    ms_op * op = &ctx->op;
+    if (!op->at_once) {
+        int32_t slot = ctx->entry[i].slot;
+        ms_stream_release(ctx->ms->stream, op->slice, &slot, 1);
+    }
+    int done = atomic_fetch_add_explicit(&op->n_done, 1, memory_order_acq_rel) + 1;
+    if (op->at_once && done == op->n_entries) {
+        for (int k = 0; k < op->n_entries; k++) {
+            ctx->slots[k] = ctx->entry[k].slot;
+        }
+        ms_stream_release(ctx->ms->stream, op->slice, ctx->slots, op->n_entries);
+    }
+}
+
+/* More experts than slots: takes what has become free; one thread at a time. Returns false if there was nothing to take. */
+static bool take_more(moestream_context * ctx) {
+    ms_op * op = &ctx->op;
+    if (atomic_flag_test_and_set_explicit(&op->taking, memory_order_acquire)) {
+        return false;
+    }
+    int before = atomic_load_explicit(&op->n_acquired, memory_order_relaxed);
+    if (atomic_load_explicit(&ctx->failed, memory_order_relaxed)) {
+        /* entries that never got a slot: nothing to compute, nothing to give back */
+        for (int i = before; i < op->n_entries; i++) {
+            zero_rows(ctx, &ctx->entry[i], 0, op->dst->src[0]->ne[1]);
+            atomic_store_explicit(&ctx->entry[i].next, op->n_chunks, memory_order_relaxed);
+        }
+        atomic_fetch_add(&op->n_done, op->n_entries - before);
+        atomic_store_explicit(&op->n_acquired, op->n_entries, memory_order_release);
+    } else if (before < op->n_entries) {
+        acquire_more(ctx, false);
+    }
+    bool more = atomic_load_explicit(&op->n_acquired, memory_order_relaxed) > before;
+    atomic_flag_clear_explicit(&op->taking, memory_order_release);
+    return more;
+}
+
+/* ---- waiting ---- */
+
+/* While reads are awaited the user's abort callback is asked too, by one thread at a time; ggml itself asks only between
+ * nodes. */
+static void check_stop(moestream_context * ctx) {
+    if (!atomic_flag_test_and_set_explicit(&ctx->op.asking, memory_order_acquire)) {
+        ms_abort_callback(ctx); /* marks the call as failed when it is to stop */
+        atomic_flag_clear_explicit(&ctx->op.asking, memory_order_release);
+    }
+}
+
+static void wait_for(moestream_context * ctx, int i) {
+    ms_op * op = &ctx->op;
+    const ms_entry * entry = &ctx->entry[i];
+    uint64_t begin = ms_now_ns();
+    ms_stream_wait(ctx->ms->stream, entry->slot, op->slice);
+    uint64_t now = ms_now_ns();
+    atomic_fetch_add_explicit(&ctx->stall_ns, now - begin, memory_order_relaxed);
+    check_stop(ctx);
+    if (now - op->started_ns > ctx->ms->deadline_ns && !atomic_load(&ctx->failed) &&
+        ms_stream_state(ctx->ms->stream, entry->slot, op->slice) == MS_READING) {
+        moestream_error e = {.struct_size = sizeof(e)};
+        ms_stream_deadline_error(ctx->ms->stream, entry->slot, op->slice, now - op->started_ns, &e);
+        ms_context_fail(ctx, &e);
+    }
+}
+
+/* Other contexts hold every slot: they give them back without needing anything of ours. */
+static void wait_for_slots(moestream_context * ctx) {
+    uint64_t begin = ms_now_ns();
+    ms_stream_wait_free(ctx->ms->stream);
+    atomic_fetch_add_explicit(&ctx->stall_ns, ms_now_ns() - begin, memory_order_relaxed);
+    check_stop(ctx);
+}
+
+static void work(moestream_context * ctx, int ith) {
+    ms_op * op = &ctx->op;
+    unsigned idle = 0;
+    for (;;) {
+        int chunk = 0, pending = -1;
+        int i = next_chunk(ctx, &chunk, &pending);
+        if (i >= 0) {
+            compute_chunk(ctx, ith, i, chunk);
+            if (atomic_fetch_sub_explicit(&ctx->entry[i].left, 1, memory_order_acq_rel) == 1) {
+                finish_entry(ctx, i);
+            }
+            idle = 0;
+        } else if (pending >= 0) {
+            wait_for(ctx, pending);
+        } else if (atomic_load_explicit(&op->n_acquired, memory_order_acquire) == op->n_entries) {
+            return; /* all handed out; ggml's barrier waits for those who still compute */
+        } else if (!take_more(ctx)) {
+            if (atomic_load(&op->n_done) < atomic_load(&op->n_acquired)) {
+                ms_relax(idle++); /* a slot of ours comes back when another thread ends its chunk */
+            } else {
+                wait_for_slots(ctx);
+            }
+        }
+    }
+}
+
+void ms_expert_matmul(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
+    const ms_node * node = userdata;
+    moestream_context * ctx = node->ctx;
+    if (ith == 0) {
+        start(ctx, dst, (int) (node - ctx->node), nth);
+    }
+    if (quantize_in_common(dst) && (ith > 0 || nth == 1) && !atomic_load_explicit(&ctx->failed, memory_order_relaxed)) {
+        /* thread 0 is busy getting the reads on their way */
+        quantize_rows(ctx, dst, nth == 1 ? 0 : ith - 1, nth == 1 ? 1 : nth - 1);
+    }
+    barrier(ctx, nth);
+    if (ctx->op.n_entries > 0) {
+        work(ctx, ith);
+    }
+    if (ith == 0) {
+        ctx->total.compute_ns += ms_now_ns() - ctx->op.started_ns;
+        ctx->n_threads = nth;
+    }
+}
