@@ -1,0 +1,32 @@
+# liburing: the target ms_uring, MS_HAVE_LIBURING, and a line that says which engines are built.
+# The static library is preferred: the package then runs where liburing is not installed.
+
+add_library(ms_uring INTERFACE)
+set(MS_HAVE_LIBURING 0)
+if(NOT MOESTREAM_URING MATCHES "^(AUTO|ON|OFF)$")
+    message(FATAL_ERROR "MOESTREAM_URING=${MOESTREAM_URING}: only AUTO, ON and OFF are known.")
+endif()
+if(NOT MOESTREAM_URING STREQUAL "OFF")
+    # MOESTREAM_URING may have been AUTO when liburing was missing: a miss is not remembered.
+    find_package(PkgConfig QUIET)
+    if(PKG_CONFIG_FOUND)
+        pkg_check_modules(MS_PC_URING QUIET liburing)
+    endif()
+    find_path(MS_URING_INCLUDE liburing.h HINTS ${MS_PC_URING_INCLUDE_DIRS})
+    find_library(MS_URING_LIBRARY NAMES liburing.a uring HINTS ${MS_PC_URING_LIBRARY_DIRS})
+    if(MS_URING_INCLUDE AND MS_URING_LIBRARY)
+        set(MS_HAVE_LIBURING 1)
+        target_include_directories(ms_uring SYSTEM INTERFACE "${MS_URING_INCLUDE}")
+        target_link_libraries(ms_uring INTERFACE "${MS_URING_LIBRARY}")
+    endif()
+endif()
+if(MS_HAVE_LIBURING)
+    message(STATUS "readers: io_uring (${MS_URING_LIBRARY}) and pread")
+elseif(MOESTREAM_URING STREQUAL "ON")
+    message(FATAL_ERROR "MOESTREAM_URING=ON, but there is no liburing.h and liburing: install liburing-dev "
+        "(Debian, Ubuntu) or liburing-devel (Fedora), or set MOESTREAM_URING=OFF.")
+elseif(MOESTREAM_URING STREQUAL "OFF")
+    message(STATUS "readers: pread only (MOESTREAM_URING=OFF)")
+else()
+    message(STATUS "readers: pread only, because liburing was not found (liburing-dev would give io_uring, the faster)")
+endif()
