@@ -1,0 +1,136 @@
+"""The C side of one context, and how calls into it are made one at a time.
+
+`ContextHandles` frees what a context owns, once and in order. `Call` lets one call in and the others wait.
+`in_helper_thread` keeps the main thread open to signals while C computes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from moestream import _native_api as native
+from moestream.errors import BusyError, ClosedError
+
+if TYPE_CHECKING:
+    from moestream.model import ModelHandles
+
+
+class ContextHandles:
+    """The hook, the llama_context and the threadpools of one context. Frees them once, in order."""
+
+    def __init__(self, model: ModelHandles) -> None:
+        null = native.ffi.NULL
+        self.model = model
+        self.hook: Any = null
+        self.context: Any = null
+        self.pools: list[Any] = []
+        self.abort_flag: Any = native.ffi.new("int32_t *")
+        self.call_lock = threading.RLock()
+        self.in_call = False
+        self.closed = False
+        self.at_exit = False  # the interpreter is ending; the call that is stopped for it ends its thread quietly
+        model.enter()
+
+    def cancel(self) -> None:
+        """Asks the call in flight, if any, to stop. Any thread, without the lock."""
+        native._raw.ms_native_set_flag(self.abort_flag, 1)
+        if self.in_call and self.hook != native.ffi.NULL:
+            native.lib.moestream_context_cancel(self.hook)
+
+    def free(self, timeout: float = -1) -> None:
+        """Waits for the call in flight, then frees; with a timeout, leaks rather than frees under a running call."""
+        if not self.call_lock.acquire(timeout=timeout):
+            return
+        try:
+            if self.in_call:
+                raise BusyError("the context was closed from inside one of its own calls")
+            if self.closed:
+                return
+            self.closed = True
+            lib, null = native.lib, native.ffi.NULL
+            if self.context != null:
+                lib.llama_free(self.context)
+            for pool in self.pools:
+                lib.ggml_threadpool_free(pool)
+            if self.hook != null:
+                lib.moestream_context_free(self.hook)
+            self.context = self.hook = null
+            self.pools = []
+        finally:
+            self.call_lock.release()
+        self.model.leave()
+
+
+def free_at_exit(handles: ContextHandles) -> None:
+    """The net below close(): a call still running in some thread is stopped, and left alone if it does not end."""
+    handles.at_exit = True
+    handles.cancel()
+    handles.free(timeout=0.8)
+
+
+class Call:
+    """Holds a context for one call: waits for the one before, refuses a closed context and a call within a call."""
+
+    __slots__ = ("_handles",)
+
+    def __init__(self, handles: ContextHandles) -> None:
+        self._handles = handles
+
+    def __enter__(self) -> Any:
+        handles = self._handles
+        handles.call_lock.acquire()
+        if handles.closed or handles.in_call:
+            handles.call_lock.release()
+            if handles.in_call:
+                raise BusyError("the context was called from inside one of its own calls")
+            raise ClosedError("the context was used after it was closed")
+        handles.in_call = True
+        return handles.context
+
+    def __exit__(self, *_: object) -> None:
+        self._handles.in_call = False
+        self._handles.call_lock.release()
+
+
+def in_helper_thread(work: Callable[[], int], cancel: Callable[[], None]) -> int:
+    """Runs `work` in another thread while this one, the main thread, stays open to signals. An exception that a
+    signal handler raises (Ctrl-C) cancels the work, waits for its end, and goes on from here."""
+    result: list[int] = []
+    failed: list[BaseException] = []
+    done = threading.Event()
+    # Whoever takes it decides whether the work runs: an interrupt may come before the thread has begun.
+    claim = threading.Lock()
+
+    def run() -> None:
+        if not claim.acquire(blocking=False):
+            return
+        try:
+            result.append(work())
+        except BaseException as error:  # carried over to the waiting thread
+            failed.append(error)
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=run, name="moestream-decode")
+    launched = False
+    interrupted: BaseException | None = None
+    while True:
+        try:
+            if not launched:
+                launched = True
+                thread.start()
+            if interrupted is not None:
+                cancel()
+                if claim.acquire(blocking=False):
+                    break
+            if done.wait(0.5):
+                break
+        except BaseException as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
+    if failed:
+        raise failed[0]
+    return result[0]

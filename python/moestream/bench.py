@@ -1,0 +1,327 @@
+"""`moestream bench`: streamed, resident and mmap on the same work, in separate processes, interleaved.
+
+The work: a prompt of random tokens, then random tokens one by one (the same in every mode, seeded), so no mode gets an
+easier text. `resident` reads everything into memory (no mmap, no repacking), `mmap` is llama.cpp's default. The bound
+is what no streaming engine can beat: one token takes at least the resident time, and at least the bytes read for it at
+the disk's own rate, measured on the model file with the reader, block size and depth of the stream.
+
+Each run is this module as its own process (`python -m moestream.bench`), told what to do by one JSON line on stdin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+MODES = ("stream", "resident", "mmap")
+DISK_BYTES = 2 * 1024**3
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    from moestream.cli_options import add_stream_options
+
+    parser.add_argument("--modes", default="stream,resident,mmap", metavar="LIST", help="of stream, resident, mmap")
+    parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="random tokens in the prompt")
+    parser.add_argument("--tokens", "-n", type=int, default=64, metavar="N", help="tokens decoded one by one")
+    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="runs of each mode; the median is reported")
+    parser.add_argument("--threads", "-t", type=int, metavar="N", help="compute threads (default: physical cores)")
+    parser.add_argument("--ubatch", type=int, default=512, metavar="N", help="most tokens computed at once")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the tokens")
+    parser.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        help="run stream and mmap in a memory cgroup of this size, page cache dropped before each (needs root)",
+    )
+    parser.add_argument("--drop-caches", action="store_true", help="drop the page cache before every run (needs root)")
+    add_stream_options(parser, switch=False)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    from moestream.cli import note, print_json
+    from moestream.cli_options import UsageError, given_stream_options
+    from moestream.placement import plan
+    from moestream.sizes import parse_size
+    from moestream.stream import Stream
+
+    modes = list(dict.fromkeys(mode.strip() for mode in args.modes.split(",") if mode.strip()))
+    unknown = [mode for mode in modes if mode not in MODES]
+    if unknown or not modes:
+        raise UsageError(f"--modes was {args.modes!r}; it is a list of {', '.join(MODES)}")
+    for name in ("prompt_tokens", "tokens", "repeats", "ubatch"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} was {getattr(args, name)}; it is at least 1")
+    limit = parse_size(args.memory_limit, "--memory-limit") if args.memory_limit else None
+    if (limit or args.drop_caches) and os.geteuid() != 0:
+        raise UsageError("--memory-limit and --drop-caches need root")
+    stream = Stream(**given_stream_options(args))
+    if "stream" in modes:
+        plan(args.model, stream=stream)  # what is wrong with the model or the options is said before anything runs
+    work = {
+        "path": args.model,
+        "prompt_tokens": args.prompt_tokens,
+        "tokens": args.tokens,
+        "n_threads": args.threads,
+        "n_ubatch": args.ubatch,
+        "seed": args.seed,
+        "stream": asdict(stream),
+    }
+    result = measure(work, modes, args.repeats, limit, args.drop_caches, note)
+    if args.json:
+        print_json(result)
+    else:
+        print_report(result)
+    return 0
+
+
+def measure(
+    work: dict[str, Any], modes: list[str], repeats: int, limit: int | None, drop: bool, note: Any
+) -> dict[str, Any]:
+    """All runs, interleaved, and what follows from them."""
+    runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
+    disk = None
+    if "stream" in modes:
+        note("disk: reading slices of the model file")
+        disk = run_worker({**work, "mode": "disk"}, None)["disk_read_bytes_per_s"]
+    for repeat in range(repeats):
+        for mode in modes:
+            limited = limit if mode in ("stream", "mmap") else None
+            dropped = drop or limited is not None
+            if dropped:
+                drop_caches()
+            with memory_cgroup(limited) as procs:
+                run = run_worker({**work, "mode": mode, "cgroup_procs": procs}, mode)
+            run["cache_state"] = "dropped" if dropped else "as found"
+            runs[mode].append(run)
+            note(f"{mode} {repeat + 1}/{repeats}: {run['tok_per_s']:.2f} tokens/s")
+    result: dict[str, Any] = {
+        "model": work["path"],
+        "prompt_tokens": work["prompt_tokens"],
+        "tokens": work["tokens"],
+        "repeats": repeats,
+        "memory_limit_bytes": limit,
+        "disk_read_bytes_per_s": disk,
+        "modes": {mode: summary(runs[mode]) for mode in modes},
+        "bound_tok_per_s": None,
+        "fraction_of_bound": None,
+    }
+    streamed, resident = result["modes"].get("stream"), result["modes"].get("resident")
+    if streamed and resident and disk:
+        seconds = max(1 / resident["tok_per_s"], streamed["read_bytes_per_token"] / disk)
+        result["bound_tok_per_s"] = 1 / seconds
+        result["fraction_of_bound"] = streamed["tok_per_s"] * seconds
+    return result
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run with the median speed, and the speeds of all."""
+    ordered = sorted(runs, key=lambda run: float(run["tok_per_s"]))
+    middle = dict(ordered[(len(ordered) - 1) // 2])
+    middle["tok_per_s_runs"] = [run["tok_per_s"] for run in runs]
+    middle["prefill_tok_per_s"] = statistics.median_low(run["prefill_tok_per_s"] for run in runs)
+    middle["load_s"] = statistics.median_low(run["load_s"] for run in runs)
+    return middle
+
+
+def run_worker(job: dict[str, Any], mode: str | None) -> dict[str, Any]:
+    """One run in its own process; its answer is the last line of its stdout.
+
+    Raises:
+        InternalError: the process died (the signal is named: a memory limit kills) or reported an error.
+    """
+    from moestream.errors import InternalError
+
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "moestream.bench"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        out, _ = worker.communicate(json.dumps(job) + "\n")
+    except BaseException:
+        worker.kill()
+        worker.wait()
+        raise
+    lines = out.strip().splitlines()
+    if worker.returncode < 0:
+        raise InternalError(f"the {mode or job['mode']} run was killed by signal {-worker.returncode}")
+    answer: dict[str, Any] = json.loads(lines[-1]) if lines else {"error": f"it ended with {worker.returncode}"}
+    if "error" in answer:
+        raise InternalError(f"the {mode or job['mode']} run failed: {answer['error']}")
+    return answer
+
+
+def drop_caches() -> None:
+    """Empties the page cache (root only)."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3\n", encoding="ascii")
+
+
+@contextmanager
+def memory_cgroup(limit: int | None) -> Iterator[str | None]:
+    """A memory cgroup of its own, v1 or v2, without swap; gives the file a process writes its number to.
+
+    Raises:
+        UnsupportedError: there is no memory controller that can be used, with what was tried.
+    """
+    from moestream import host
+    from moestream.errors import UnsupportedError
+
+    if limit is None:
+        yield None
+        return
+    mounted = host.cgroup_root("memory")
+    if mounted is None:
+        raise UnsupportedError("--memory-limit: no cgroup memory controller is mounted here")
+    root, version = mounted
+    group = root / f"moestream-bench-{os.getpid()}"
+    try:
+        if version == 2 and "memory" not in (root / "cgroup.subtree_control").read_text(encoding="ascii").split():
+            (root / "cgroup.subtree_control").write_text("+memory", encoding="ascii")
+        group.mkdir()
+        settings = {"memory.max": limit, "memory.swap.max": 0}
+        if version == 1:
+            settings = {"memory.limit_in_bytes": limit, "memory.memsw.limit_in_bytes": limit}
+        for i, (name, value) in enumerate(settings.items()):
+            if i == 0 or (group / name).exists():
+                (group / name).write_text(str(value), encoding="ascii")
+    except OSError as error:
+        if group.is_dir():
+            group.rmdir()
+        raise UnsupportedError(f"--memory-limit: the cgroup {group} could not be made: {error}") from error
+    try:
+        yield str(group / "cgroup.procs")
+    finally:
+        for _ in range(50):  # the kernel needs a moment after the last process has ended
+            try:
+                group.rmdir()
+                break
+            except OSError:
+                time.sleep(0.1)
+
+
+# ---- the worker -----------------------------------------------------------------------------------------------------
+
+
+def worker_main() -> int:
+    """Reads one job from stdin, does it, prints the answer as JSON."""
+    job = json.loads(sys.stdin.readline())
+    if job.get("cgroup_procs"):
+        # Before anything is loaded, so that all of it counts.
+        Path(job["cgroup_procs"]).write_text(str(os.getpid()), encoding="ascii")
+    from moestream.errors import MoestreamError
+
+    try:
+        answer = _measure_disk(job) if job["mode"] == "disk" else _measure_mode(job)
+    except (MoestreamError, OSError, ValueError, MemoryError) as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    except KeyboardInterrupt:  # the terminal told the whole group; the parent says what there is to say
+        return 130
+    print(json.dumps(answer), flush=True)
+    return 0
+
+
+def _measure_disk(job: dict[str, Any]) -> dict[str, Any]:
+    from moestream.disk import slice_rate
+    from moestream.stream import Stream
+
+    return {"disk_read_bytes_per_s": slice_rate(job["path"], Stream(**{**job["stream"], "cache": "min"}), DISK_BYTES)}
+
+
+def _measure_mode(job: dict[str, Any]) -> dict[str, Any]:
+    import numpy as np
+
+    from moestream import host
+    from moestream.model import Model
+    from moestream.stream import Stream
+
+    modes: dict[str, dict[str, Any]] = {
+        "stream": {"stream": Stream(**job["stream"])},
+        "resident": {"load_mode": "none", "use_extra_bufts": False},
+        "mmap": {"load_mode": "mmap"},
+    }
+    options = modes[job["mode"]]
+    n_prompt, n = job["prompt_tokens"], job["tokens"]
+    started = time.monotonic()
+    with Model(job["path"], **options) as model:
+        load_s = time.monotonic() - started
+        ids = np.random.default_rng(job["seed"]).integers(0, model.n_vocab, n_prompt + n)
+        sizes = {"n_ubatch": job["n_ubatch"], "n_threads": job["n_threads"]}
+        with model.context(n_prompt + n, n_batch=max(n_prompt, job["n_ubatch"]), **sizes) as context:
+            started = time.monotonic()
+            context.decode(ids[:n_prompt])
+            prefill_s = time.monotonic() - started
+            before = context.stats()["total"]
+            took = []
+            for token in ids[n_prompt:]:
+                started = time.monotonic()
+                context.decode([token])
+                took.append(time.monotonic() - started)
+            after = context.stats()["total"]
+        answer: dict[str, Any] = {
+            "tok_per_s": n / sum(took),
+            "prefill_tok_per_s": n_prompt / prefill_s,
+            "load_s": load_s,
+            "token_ms_median": 1000 * statistics.median(took),
+            "token_ms_max": 1000 * max(took),
+            "n_threads": job["n_threads"] or host.physical_cores(),
+            "peak_rss_bytes": host.peak_rss(),
+            "described": model.describe(),
+        }
+        if before:
+            answer.update(_streaming_numbers(before, after, n))
+    return answer
+
+
+def _streaming_numbers(before: dict[str, Any], after: dict[str, Any], n: int) -> dict[str, Any]:
+    """What streaming did in the tokens that were decoded one by one."""
+
+    def grown(name: str) -> int:
+        return int(after[name] - before[name])
+
+    used = grown("n_hits") + grown("n_misses")
+    return {
+        "hit_rate": grown("n_hits") / used if used else None,
+        "read_bytes_per_token": grown("read_bytes") / n,
+        "stall_ms_per_token": grown("stall_ns") / 1e6 / n,
+        "compute_ms_per_token": grown("compute_ns") / 1e6 / n,
+        "prefill_read_bytes": before["read_bytes"],
+        "cache_bytes": after["cache_bytes"],
+        "io": after["io"],
+        "direct": after["direct"],
+    }
+
+
+def print_report(result: dict[str, Any]) -> None:
+    """The numbers for people."""
+    from moestream.sizes import format_bytes
+
+    print(f"{'mode':10} {'tokens/s':>9} {'prefill/s':>10} {'load s':>7} {'peak memory':>12}  page cache")
+    for mode, run in result["modes"].items():
+        print(
+            f"{mode:10} {run['tok_per_s']:9.2f} {run['prefill_tok_per_s']:10.1f} {run['load_s']:7.2f} "
+            f"{format_bytes(run['peak_rss_bytes']):>12}  {run['cache_state']}"
+        )
+    streamed = result["modes"].get("stream")
+    if streamed:
+        rate = streamed["hit_rate"]
+        print(
+            f"stream: {'no experts used' if rate is None else f'{100 * rate:.1f} % hits'}, "
+            f"{format_bytes(streamed['read_bytes_per_token'])} read and {streamed['stall_ms_per_token']:.1f} ms waited "
+            f"per token; disk {format_bytes(result['disk_read_bytes_per_s'])}/s"
+        )
+    if result["bound_tok_per_s"]:
+        print(f"bound: {result['bound_tok_per_s']:.2f} tokens/s; reached {100 * result['fraction_of_bound']:.0f} %")
+
+
+if __name__ == "__main__":
+    sys.exit(worker_main())

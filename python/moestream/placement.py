@@ -1,0 +1,439 @@
+"""Where each tensor goes: the rules a caller may give, the plan they make, and what really happened.
+
+Rules are tried in this order, and the first that matches a tensor wins: the caller's overrides in the given order,
+the first N blocks (n_cpu_moe, cpu_moe_layers), cpu_moe, streaming. A pattern is an ECMAScript regular expression that
+is searched in the tensor's name, by the engine that will run it in the load.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moestream import _native_api as native
+from moestream import logs
+from moestream.errors import InvalidError
+from moestream.stream import Stream, as_stream
+
+Overrides = str | Mapping[str, str] | Iterable[tuple[str, str]] | None
+
+
+def parse_overrides(overrides: Overrides) -> list[tuple[str, str]]:
+    """Rules as (pattern, place) pairs.
+
+    A string is "pattern=PLACE,pattern=PLACE": commas inside brackets, braces or parentheses belong to the pattern,
+    and so does every "=" but the last. Spaces around a rule and a comma at the end are dropped.
+
+    Raises:
+        ValueError: a rule without "=", an empty pattern or place, or a pair that is not two strings; the rule is named.
+    """
+    if overrides is None:
+        return []
+    if isinstance(overrides, str):
+        return [_parse_rule(rule) for rule in split_rules(overrides)]
+    pairs: Iterable[Any] = overrides.items() if isinstance(overrides, Mapping) else overrides
+    rules: list[tuple[str, str]] = []
+    for pair in pairs:
+        if isinstance(pair, (str, bytes)) or not isinstance(pair, Sequence) or len(pair) != 2:
+            raise ValueError(f"an override was {pair!r}; it is a pair (pattern, place)")
+        pattern, place = pair
+        if not isinstance(pattern, str) or not isinstance(place, str) or not pattern or not place:
+            raise ValueError(f"an override was {pair!r}; pattern and place are texts that are not empty")
+        if "\0" in pattern or "\0" in place:
+            raise ValueError(f"an override was {pair!r}; it has a zero byte in it")
+        rules.append((pattern, place))
+    return rules
+
+
+def split_rules(text: str) -> list[str]:
+    """Cuts at the commas that are outside every bracket, brace, parenthesis and character class."""
+    rules, start, depth, in_class, escaped = [], 0, 0, False, False
+    for i, char in enumerate(text):
+        if escaped:
+            escaped = False
+        elif char == "\\":
+            escaped = True
+        elif in_class:
+            in_class = char != "]"
+        elif char == "[":
+            in_class = True
+        elif char in "({":
+            depth += 1
+        elif char in ")}":
+            depth = max(0, depth - 1)
+        elif char == "," and depth == 0:
+            rules.append(text[start:i])
+            start = i + 1
+    rules.append(text[start:])
+    return [rule.strip() for rule in rules if rule.strip()]
+
+
+def _parse_rule(rule: str) -> tuple[str, str]:
+    pattern, equals, place = rule.rpartition("=")
+    pattern, place = pattern.strip(), place.strip()
+    if not equals or not pattern or not place or place[-1] in ")}":
+        raise ValueError(f"the override {rule!r} is not of the form pattern=PLACE")
+    return pattern, place
+
+
+@dataclass(frozen=True)
+class PlanTensor:
+    """One tensor of the file. `place` is "STREAM", "CPU", "CPU_ANON", "DEFAULT" (llama.cpp decides) or a buffer type;
+    `rule` indexes Plan.rules, None where no rule matched; `layer` is None outside the blocks."""
+
+    name: str
+    type: str
+    place: str
+    rule: int | None
+    layer: int | None
+    is_expert: bool
+    file: int
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PlanRule:
+    """One rule in force. `origin` is "rules", "n_cpu_moe", "cpu_moe", "stream" or "dense"; `n_matched` and `bytes`
+    count the tensors it won."""
+
+    pattern: str
+    place: str
+    origin: str
+    n_matched: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PlanClass:
+    """Experts of one size: bytes of a cache slot, layers and experts of that size."""
+
+    slot_bytes: int
+    n_layers: int
+    n_experts: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a load with these options will do, from the file's header alone; no weights were read.
+
+    Sizes are bytes. `cycle_bytes` is the cache that one token touches: below it nothing is ever found again.
+    `n_expert` is 0 and `first_moe_layer` None for a dense model.
+    """
+
+    path: str
+    n_layer: int
+    n_expert: int
+    n_expert_used: int
+    first_moe_layer: int | None
+    n_files: int
+    expert_bytes: int
+    dense_bytes: int
+    stream_bytes: int
+    cycle_bytes: int
+    min_cache_bytes: int
+    full_cache_bytes: int
+    tensors: tuple[PlanTensor, ...] = field(repr=False)
+    rules: tuple[PlanRule, ...] = field(repr=False)
+    classes: tuple[PlanClass, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def bytes_by_place(self) -> dict[str, int]:
+        """Bytes of the file's tensors per place; sums to the model's tensor bytes."""
+        return _sum_by(self.tensors, lambda tensor: tensor.place)
+
+    @property
+    def bytes_by_layer(self) -> dict[int | None, int]:
+        """Bytes per block number; None for the tensors outside the blocks."""
+        return _sum_by(self.tensors, lambda tensor: tensor.layer)
+
+    def as_dict(self, tensors: bool = True) -> dict[str, Any]:
+        """Plain data for JSON."""
+        numbers = {
+            name: getattr(self, name)
+            for name in (
+                *("path", "n_layer", "n_expert", "n_expert_used", "first_moe_layer", "n_files", "expert_bytes"),
+                *("dense_bytes", "stream_bytes", "cycle_bytes", "min_cache_bytes", "full_cache_bytes"),
+            )
+        }
+        out: dict[str, Any] = {
+            **numbers,
+            "size_classes": [vars(item) for item in self.classes],
+            "warnings": list(self.warnings),
+            "bytes_by_place": self.bytes_by_place,
+            "rules": [vars(item) for item in self.rules],
+        }
+        if tensors:
+            out["tensors"] = [vars(item) for item in self.tensors]
+        return out
+
+
+def _sum_by(tensors: Iterable[Any], key: Any) -> dict[Any, int]:
+    sums: dict[Any, int] = {}
+    for tensor in tensors:
+        sums[key(tensor)] = sums.get(key(tensor), 0) + tensor.bytes
+    return sums
+
+
+@dataclass(frozen=True)
+class TensorPlacement:
+    """One tensor of a loaded model: what was planned, and the buffer type it is in (None where the library does not
+    tell). `rule` is the pattern that won, None where llama.cpp decided. `place` is None for a tensor that is not in
+    the file (llama.cpp made it)."""
+
+    name: str
+    place: str | None
+    buffer_type: str | None
+    bytes: int
+    rule: str | None
+    layer: int | None
+    is_expert: bool
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the tensors of a loaded model are."""
+
+    tensors: tuple[TensorPlacement, ...] = field(repr=False)
+
+    @property
+    def bytes_by_place(self) -> dict[str | None, int]:
+        """Bytes per planned place."""
+        return _sum_by(self.tensors, lambda tensor: tensor.place)
+
+    @property
+    def bytes_by_buffer_type(self) -> dict[str | None, int]:
+        """Bytes per buffer type that really holds them."""
+        return _sum_by(self.tensors, lambda tensor: tensor.buffer_type)
+
+
+@dataclass(frozen=True)
+class PlaceOptions:
+    """The options that decide where tensors go, as Model and plan take them; see Model for each."""
+
+    stream: Stream | None = None
+    n_gpu_layers: int = 0
+    cpu_moe: bool = False
+    n_cpu_moe: int = 0
+    cpu_moe_layers: tuple[int, ...] = ()
+    rules: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        stream: Stream | bool | None,
+        n_gpu_layers: int,
+        cpu_moe: bool,
+        n_cpu_moe: int,
+        cpu_moe_layers: Iterable[int] | None,
+        overrides: Overrides,
+    ) -> PlaceOptions:
+        """Checks and normalises. Raises ValueError or TypeError for what makes no sense, naming the option."""
+        for name, value in (("n_gpu_layers", n_gpu_layers), ("n_cpu_moe", n_cpu_moe)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} was {value!r}; it is a whole number")
+        if n_cpu_moe < 0:
+            raise ValueError(f"n_cpu_moe was {n_cpu_moe}; it is a number of blocks, 0 or more")
+        layers = tuple(cpu_moe_layers or ())
+        if any(isinstance(layer, bool) or not isinstance(layer, int) or layer < 0 for layer in layers):
+            raise ValueError(f"cpu_moe_layers was {layers!r}; it is a list of block numbers, 0 or more")
+        return cls(
+            stream=as_stream(stream),
+            n_gpu_layers=max(-(2**31), min(n_gpu_layers, 2**31 - 1)),
+            cpu_moe=bool(cpu_moe),
+            n_cpu_moe=min(n_cpu_moe, 2**31 - 1),
+            cpu_moe_layers=layers,
+            rules=tuple(parse_overrides(overrides)),
+        )
+
+    def to_c(self, cache_bytes: int = 0) -> tuple[Any, list[Any]]:
+        """A moestream_params, and what must live as long as it is in use."""
+        ffi, lib = native.ffi, native.lib
+        params = native.new_struct("moestream_params")
+        keep: list[Any] = []
+        if self.rules:
+            rules = ffi.new("moestream_rule[]", len(self.rules))
+            for i, (pattern, place) in enumerate(self.rules):
+                keep += [ffi.new("char[]", pattern.encode()), ffi.new("char[]", place.encode())]
+                rules[i].pattern, rules[i].place = keep[-2], keep[-1]
+            keep.append(rules)
+            params.rules, params.n_rules = rules, len(self.rules)
+        params.n_cpu_moe = self.n_cpu_moe
+        params.cpu_moe = int(self.cpu_moe)
+        params.n_gpu_layers = self.n_gpu_layers
+        if self.cpu_moe_layers:
+            layers = ffi.new("int32_t[]", self.cpu_moe_layers)
+            keep.append(layers)
+            params.cpu_moe_layers, params.n_cpu_moe_layers = layers, len(self.cpu_moe_layers)
+        stream = self.stream
+        if stream is None:
+            params.stream = lib.MOESTREAM_STREAM_OFF
+            return params, keep
+        params.stream = lib.MOESTREAM_STREAM_ON
+        for option in ("io", "direct", "dense", "prefetch"):
+            setattr(params, option, getattr(lib, stream.constant(option)))
+        params.queue_depth, params.n_readers = stream.queue_depth, stream.readers
+        params.verify = int(stream.verify)
+        params.deadline_ms = round(stream.deadline_s * 1000)
+        params.cache_none = int(stream.cache_size.is_none)
+        params.cache_bytes = cache_bytes
+        return params, keep
+
+    def resolve_cache(self, path: str | os.PathLike[str]) -> int:
+        """Bytes for moestream_params.cache_bytes; reads the header only where the size depends on it."""
+        if self.stream is None:
+            return 0
+        size = self.stream.cache_size
+        if not size.needs_plan:
+            return size.resolve(0, 0)
+        planned = open_plan(path, self)
+        return size.resolve(planned.full_cache_bytes, planned.min_cache_bytes)
+
+
+def plan(
+    path: str | os.PathLike[str],
+    *,
+    stream: Stream | bool | None = None,
+    n_gpu_layers: int = 0,
+    cpu_moe: bool = False,
+    n_cpu_moe: int = 0,
+    cpu_moe_layers: Iterable[int] | None = None,
+    overrides: Overrides = None,
+    strict: bool = False,
+) -> Plan:
+    """What a load of `path` with these options would do. Reads the header only. Options as for Model.
+
+    Raises:
+        ReadError, FormatError, TruncatedError: the file.
+        InvalidError: a pattern or place that means nothing, a shard other than the first; with `strict`, any warning.
+    """
+    options = PlaceOptions.of(
+        stream=stream,
+        n_gpu_layers=n_gpu_layers,
+        cpu_moe=cpu_moe,
+        n_cpu_moe=n_cpu_moe,
+        cpu_moe_layers=cpu_moe_layers,
+        overrides=overrides,
+    )
+    made = open_plan(path, options)
+    if strict:
+        refuse_warnings(made)
+    return made
+
+
+def refuse_warnings(made: Plan) -> None:
+    """Raises InvalidError if the plan has warnings (strict=True)."""
+    if made.warnings:
+        raise InvalidError("strict: " + "; ".join(made.warnings))
+
+
+def open_plan(path: str | os.PathLike[str], options: PlaceOptions) -> Plan:
+    """Makes a plan with moestream_plan_open, and copies it out."""
+    native.bind()
+    ffi, lib = native.ffi, native.lib
+    params, keep = options.to_c()
+    out, err = ffi.new("moestream_plan **"), native.new_error()
+    raw_path = native.encode_path(path)
+    try:
+        native.check(lib.moestream_plan_open(out, raw_path, params, err), err, os.fsdecode(raw_path))
+        try:
+            return read_plan(out[0], os.fsdecode(raw_path))
+        finally:
+            lib.moestream_plan_close(out[0])
+    finally:
+        del keep
+        logs.drain()
+
+
+def read_plan(handle: Any, path: str) -> Plan:
+    """Copies a C plan into Python."""
+    lib = native.lib
+    info = native.new_struct("moestream_plan_info")
+    native.check(lib.moestream_plan_get_info(handle, info))
+    return Plan(
+        path=path,
+        n_layer=info.n_layer,
+        n_expert=info.n_expert,
+        n_expert_used=info.n_expert_used,
+        first_moe_layer=None if info.first_moe_layer < 0 else info.first_moe_layer,
+        n_files=info.n_files,
+        expert_bytes=info.expert_bytes,
+        dense_bytes=info.dense_bytes,
+        stream_bytes=info.stream_bytes,
+        cycle_bytes=info.cycle_bytes,
+        min_cache_bytes=info.min_cache_bytes,
+        full_cache_bytes=info.full_cache_bytes,
+        tensors=tuple(_read_tensors(handle, info.n_tensors)),
+        rules=tuple(_read_rules(handle, info.n_rules)),
+        classes=tuple(_read_classes(handle, info.n_classes)),
+        warnings=tuple(native.text(lib.moestream_plan_warning(handle, i)) for i in range(info.n_warnings)),
+    )
+
+
+def _read_tensors(handle: Any, n: int) -> Iterable[PlanTensor]:
+    item = native.new_struct("moestream_plan_tensor")
+    for i in range(n):
+        native.check(native.lib.moestream_plan_get_tensor(handle, i, item))
+        yield PlanTensor(
+            name=native.text(item.name),
+            type=native.text(item.type),
+            place=native.text(item.place),
+            rule=None if item.rule < 0 else item.rule,
+            layer=None if item.layer < 0 else item.layer,
+            is_expert=bool(item.is_expert),
+            file=item.file,
+            offset=item.offset,
+            bytes=item.bytes,
+        )
+
+
+def _read_rules(handle: Any, n: int) -> Iterable[PlanRule]:
+    item = native.new_struct("moestream_plan_rule")
+    for i in range(n):
+        native.check(native.lib.moestream_plan_get_rule(handle, i, item))
+        yield PlanRule(
+            pattern=native.text(item.pattern),
+            place=native.text(item.place),
+            origin=native.text(item.origin),
+            n_matched=item.n_matched,
+            bytes=item.bytes,
+        )
+
+
+def _read_classes(handle: Any, n: int) -> Iterable[PlanClass]:
+    item = native.new_struct("moestream_plan_class")
+    for i in range(n):
+        native.check(native.lib.moestream_plan_get_class(handle, i, item))
+        yield PlanClass(slot_bytes=item.slot_bytes, n_layers=item.n_layers, n_experts=item.n_experts)
+
+
+def model_placement(model_pointer: Any, planned: Plan) -> Placement:
+    """Joins the plan with the buffer types that moestream_model_tensor reports for a loaded model."""
+    lib, ffi = native.lib, native.ffi
+    n = lib.moestream_model_n_tensors(ffi.NULL, model_pointer)
+    actual: dict[str, tuple[str, int]] = {}
+    item, err = native.new_struct("moestream_tensor_place"), native.new_error()
+    for i in range(max(n, 0)):
+        native.check(lib.moestream_model_tensor(ffi.NULL, model_pointer, i, item, err), err)
+        actual[native.text(item.name)] = (native.text(item.buffer_type), item.bytes)
+    rows = []
+    for tensor in planned.tensors:
+        buffer_type, _ = actual.pop(tensor.name, (None, 0))
+        rows.append(
+            TensorPlacement(
+                name=tensor.name,
+                place=tensor.place,
+                buffer_type=buffer_type,
+                bytes=tensor.bytes,
+                rule=None if tensor.rule is None else planned.rules[tensor.rule].pattern,
+                layer=tensor.layer,
+                is_expert=tensor.is_expert,
+            )
+        )
+    for name, (buffer_type, size) in actual.items():
+        rows.append(TensorPlacement(name, None, buffer_type, size, None, None, False))
+    return Placement(tuple(rows))

@@ -1,0 +1,82 @@
+"""The options of streaming, checked where they are written down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moestream.sizes import CacheSize, parse_cache
+
+_CHOICES: dict[str, dict[str, str]] = {
+    "io": {"auto": "MOESTREAM_IO_AUTO", "io_uring": "MOESTREAM_IO_URING", "pread": "MOESTREAM_IO_PREAD"},
+    "prefetch": {"auto": "MOESTREAM_PREFETCH_AUTO", "on": "MOESTREAM_PREFETCH_ON", "off": "MOESTREAM_PREFETCH_OFF"},
+    "dense": {"anon": "MOESTREAM_DENSE_ANON", "mmap": "MOESTREAM_DENSE_MMAP"},
+    "direct": {"auto": "MOESTREAM_DIRECT_AUTO", "on": "MOESTREAM_DIRECT_ON", "off": "MOESTREAM_DIRECT_OFF"},
+}
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How the routed experts of a model are streamed from its file.
+
+    Attributes:
+        cache: memory for experts: bytes, "8GiB", "25%" of all streamed experts, "min", or "auto" (by what is free).
+            0 keeps nothing between operations.
+        io: reader: "auto" tries io_uring and falls back to pread, saying why once; the other two are required.
+        prefetch: read ahead while the disk is idle.
+        dense: where the weights that are not streamed live: "anon" memory, or "mmap", llama.cpp's own way.
+        direct: bypass the page cache: "auto" where the file system allows it, "on" required, "off" never.
+        queue_depth: reads in flight, 1 to 1024; 0 is the library's choice.
+        readers: threads of the pread reader, 1 to 64; 0 is the library's choice.
+        verify: keep a checksum of each slice and compare it on every use (slow; for diagnosis).
+        deadline_s: seconds after which a read that has not come back fails the call.
+
+    Raises:
+        ValueError: an option out of its range, named.
+    """
+
+    cache: int | str = "auto"
+    io: Literal["auto", "io_uring", "pread"] = "auto"
+    prefetch: Literal["auto", "on", "off"] = "auto"
+    dense: Literal["anon", "mmap"] = "anon"
+    direct: Literal["auto", "on", "off"] = "auto"
+    queue_depth: int = 0
+    readers: int = 0
+    verify: bool = False
+    deadline_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        parse_cache(self.cache)
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"{name} was {value!r}; it is one of {', '.join(choices)}")
+        for name, most in (("queue_depth", 1024), ("readers", 64)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+                raise ValueError(f"{name} was {value!r}; it is a whole number from 0 (choose) to {most}")
+        if not isinstance(self.verify, bool):
+            raise ValueError(f"verify was {self.verify!r}; it is True or False")
+        deadline = self.deadline_s
+        if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not 0.001 <= deadline <= 4294967:
+            raise ValueError(f"deadline_s was {deadline!r}; it is a number of seconds from 0.001 to 4294967")
+
+    @property
+    def cache_size(self) -> CacheSize:
+        """`cache`, parsed."""
+        return parse_cache(self.cache)
+
+    def constant(self, option: str) -> str:
+        """The name of the C constant for a choice option: constant("io") -> "MOESTREAM_IO_AUTO"."""
+        return _CHOICES[option][getattr(self, option)]
+
+
+def as_stream(value: Stream | bool | None) -> Stream | None:
+    """Stream options from what callers may pass: a Stream, True for the defaults, None or False for no streaming."""
+    if value is None or value is False:
+        return None
+    if value is True:
+        return Stream()
+    if isinstance(value, Stream):
+        return value
+    raise TypeError(f"stream was {value!r}; pass moestream.Stream(...), True or None")
