@@ -42,6 +42,8 @@ function(ms_own_code target)
     target_compile_options(${target} PRIVATE ${MS_WARNINGS} ${MS_OWN_SANITIZE}
         "-ffile-prefix-map=${CMAKE_BINARY_DIR}/rooms/=" "-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=")
     target_compile_definitions(${target} PRIVATE _GNU_SOURCE)
+    # Not for llama.cpp: GCC contracts a * b + c in gnu11 and does not in c11, so ggml's results would change.
+    set_target_properties(${target} PROPERTIES C_EXTENSIONS OFF CXX_EXTENSIONS OFF)
     if(MS_OWN_SANITIZE)
         target_link_options(${target} PRIVATE -fsanitize=undefined)
     endif()

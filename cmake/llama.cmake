@@ -124,7 +124,10 @@ set(GGML_RPC ON CACHE BOOL "set by moestream: a second device for the tests")
 set(GGML_CCACHE OFF CACHE BOOL "set by moestream: ccache is the compiler launcher already")
 set(BUILD_SHARED_LIBS ON CACHE BOOL "set by moestream")
 if(MOESTREAM_PORTABLE)
+    # One CPU backend per instruction set, beside libllama; ggml loads the best one that the machine runs.
     set(GGML_NATIVE OFF CACHE BOOL "set by MOESTREAM_PORTABLE" FORCE)
+    set(GGML_BACKEND_DL ON CACHE BOOL "set by MOESTREAM_PORTABLE")
+    set(GGML_CPU_ALL_VARIANTS ON CACHE BOOL "set by MOESTREAM_PORTABLE")
 else()
     set(GGML_NATIVE ON CACHE BOOL "set by moestream")
 endif()
@@ -134,10 +137,6 @@ string(SUBSTRING "${MS_LLAMA_COMMIT}" 0 7 MS_SHORT_COMMIT)
 set(GIT_EXE "")
 set(LLAMA_BUILD_COMMIT "${MS_SHORT_COMMIT}")
 set(GGML_BUILD_COMMIT "${MS_SHORT_COMMIT}")
-
-if(MOESTREAM_BUILD_ARCHS)
-    set(LLAMA_BUILD_COMMON ON CACHE BOOL "needed by MOESTREAM_BUILD_ARCHS" FORCE)
-endif()
 
 # EXCLUDE_FROM_ALL: what the package does not need is not built, and none of upstream's install rules run.
 if(MOESTREAM_SANITIZE)
@@ -205,10 +204,25 @@ endforeach()
 # ---- upstream's writer of small models -----------------------------------------------------------------------------
 
 if(MOESTREAM_BUILD_ARCHS AND NOT MOESTREAM_SANITIZE)
-    add_executable(ms_archs EXCLUDE_FROM_ALL "${MS_LLAMA_ROOT}/tests/test-llama-archs.cpp")
+    # It uses a few functions of llama.cpp's `common`, whose sixty files take longer than all the rest. Only the files
+    # with these functions are compiled, and the linker drops what they have beside them, with its open ends.
+    set(MS_COMMON "${MS_LLAMA_ROOT}/common")
+    set(LLAMA_BUILD_NUMBER 0)
+    set(BUILD_COMPILER "${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}")
+    set(BUILD_TARGET "${CMAKE_SYSTEM_NAME} ${CMAKE_SYSTEM_PROCESSOR}")
+    configure_file("${MS_COMMON}/build-info.cpp.in" "${CMAKE_BINARY_DIR}/archs/build-info.cpp" @ONLY)
+    set(MS_COMMON_FILES "")
+    foreach(MS_NAME common log json) # older trees lack json.cpp
+        if(EXISTS "${MS_COMMON}/${MS_NAME}.cpp")
+            list(APPEND MS_COMMON_FILES "${MS_COMMON}/${MS_NAME}.cpp")
+        endif()
+    endforeach()
+    add_executable(ms_archs EXCLUDE_FROM_ALL "${MS_LLAMA_ROOT}/tests/test-llama-archs.cpp" ${MS_COMMON_FILES}
+        "${CMAKE_BINARY_DIR}/archs/build-info.cpp")
     set_target_properties(ms_archs PROPERTIES OUTPUT_NAME test-llama-archs
         RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/tools")
-    target_include_directories(ms_archs PRIVATE "${MS_LLAMA_ROOT}/src" "${MS_LLAMA_ROOT}/ggml/include")
-    target_link_libraries(ms_archs PRIVATE llama llama-common)
-    set_target_properties(llama-common PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${MS_LIB_DIR}")
+    target_include_directories(ms_archs PRIVATE "${MS_COMMON}" "${MS_LLAMA_ROOT}/src" "${MS_LLAMA_ROOT}/vendor")
+    target_compile_options(ms_archs PRIVATE -ffunction-sections -fdata-sections)
+    target_link_options(ms_archs PRIVATE -Wl,--gc-sections)
+    target_link_libraries(ms_archs PRIVATE llama Threads::Threads)
 endif()

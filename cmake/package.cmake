@@ -18,3 +18,4 @@ endif()
 # EXCLUDE_FROM_ALL above left these out of `all`.
 add_custom_target(ms_package ALL)
 add_dependencies(ms_package moestream ${MS_LLAMA_TARGETS})
+include(c_package)
