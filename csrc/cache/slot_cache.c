@@ -226,7 +226,9 @@ static int find_victim(const ms_slot_cache * cache, int cls, uint64_t spare_afte
 /* Empties a slot; its place in the list stays. */
 static void detach(ms_slot_cache * cache, ms_slot * s) {
     if (s->group >= 0) {
+#ifndef MS_MUTATE_STALE_SLOT
         cache->slot_of[expert_at(cache, s->group, s->expert)] = -1;
+#endif
         cache->used--;
     }
     for (int k = 0; k < MS_SLOT_SLICES; k++) {
@@ -314,6 +316,21 @@ void ms_slot_end_read(ms_slot_cache * cache, int slot) {
     MS_ASSERT(s->reading > 0);
     s->reading--;
     cache->n_free[s->cls] += is_free(s);
+}
+
+void ms_slot_cancel_read(ms_slot_cache * cache, int slot, int slice) {
+    ms_slot * s = slot_at(cache, slot);
+    MS_ASSERT(slice >= 0 && slice < MS_SLOT_SLICES && ms_slot_state(cache, slot, slice) == MS_READING);
+    atomic_store_explicit(&s->state[slice], MS_EMPTY, memory_order_release);
+    ms_slot_end_read(cache, slot);
+}
+
+void ms_slot_demote(ms_slot_cache * cache, int slot) {
+    ms_slot * s = slot_at(cache, slot);
+    if (cache->slot[cache->tail[s->cls]].group >= 0) { /* empty slots come last and are taken first: then nothing is needed */
+        s->used_at = 0;
+        move_to_tail(cache, slot);
+    }
 }
 
 void ms_slot_clear(ms_slot_cache * cache, int slot, int slice) {

@@ -10,6 +10,7 @@
  *   READING -> READY    ms_slot_publish, by the thread that completed the read, after the bytes are there (release,
  *                       pairs with the acquire in ms_slot_state)
  *   READING -> FAILED   ms_slot_publish
+ *   READING -> EMPTY    ms_slot_cancel_read, under the lock, before any reader has seen the read
  *   FAILED  -> EMPTY    ms_slot_clear, under the lock, when nobody but the caller has the slot pinned
  *   READY   -> EMPTY    eviction or ms_slot_clear, under the lock, never while pinned
  */
@@ -84,8 +85,12 @@ void ms_slot_begin_read(ms_slot_cache * cache, int slot, int slice);
 /* The bytes are there (ok) or will not come. May be called without the lock; follow with ms_slot_end_read under it. */
 void ms_slot_publish(ms_slot_cache * cache, int slot, int slice, bool ok);
 void ms_slot_end_read(ms_slot_cache * cache, int slot);
+/* A read that was begun but never handed to a reader will not be made after all: READING -> EMPTY. */
+void ms_slot_cancel_read(ms_slot_cache * cache, int slot, int slice);
 /* Forgets one slice that is not being read. */
 void ms_slot_clear(ms_slot_cache * cache, int slot, int slice);
+/* The next victim of its class, should nobody ask for it before. */
+void ms_slot_demote(ms_slot_cache * cache, int slot);
 /* Forgets the expert in a slot; the slot must be neither pinned nor in flight. It becomes the next victim. */
 void ms_slot_forget(ms_slot_cache * cache, int slot);
 

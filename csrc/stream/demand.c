@@ -14,13 +14,13 @@ enum { MS_BATCH = 64, MS_WAIT_NS = 5 * 1000 * 1000 };
 
 /* ---- queues of slices that wait for a free read ---- */
 
-static void push(ms_queue * q, int32_t slot, int32_t slice) {
+void ms_queue_push(ms_queue * q, int32_t slot, int32_t slice) {
     MS_ASSERT(q->count < q->capacity);
     q->want[(q->head + q->count) % q->capacity] = (ms_want) {slot, slice};
     q->count++;
 }
 
-static ms_want pop(ms_queue * q) {
+ms_want ms_queue_pop(ms_queue * q) {
     ms_want w = q->want[q->head];
     q->head = (q->head + 1) % q->capacity;
     q->count--;
@@ -33,7 +33,8 @@ static ms_read * prepare_locked(ms_stream * s, ms_want want, bool ahead) {
     const ms_bank * bank = &s->index->bank[s->index->group[slot->group].bank[want.slice]];
     uint64_t begin = ms_bank_offset(bank, slot->expert);
     uint64_t at = ms_align_down(begin, MS_PAGE);
-    s->flight[i] = (ms_flight) {.slot = want.slot, .slice = want.slice, .prefetch = ahead};
+    uint64_t now = ms_now_ns();
+    s->flight[i] = (ms_flight) {.slot = want.slot, .slice = want.slice, .prefetch = ahead, .since_ns = now};
     s->read[i] = (ms_read) {
         .file = &s->file[bank->file],
         .offset = at,
@@ -45,25 +46,30 @@ static ms_read * prepare_locked(ms_stream * s, ms_want want, bool ahead) {
     if (ahead) {
         s->n_ahead_in_flight++;
     } else {
+        ms_pace_begin_locked(s, now);
         s->n_demand_in_flight++;
     }
+#ifdef MS_MUTATE_WINDOW_OFF_BY_ONE
+    s->read[i].offset += MS_PAGE;
+#endif
     return &s->read[i];
 }
 
-/* Demand first; reads ahead only where no demand waits. */
+/* Demand first; reads ahead only while the disk has no demand to serve. */
 int ms_stream_take_batch_locked(ms_stream * s, ms_read ** batch, int max) {
     int n = 0;
     while (n < max && s->n_free_read > 0 && s->demand.count > 0) {
-        batch[n++] = prepare_locked(s, pop(&s->demand), false);
+        batch[n++] = prepare_locked(s, ms_queue_pop(&s->demand), false);
     }
-    while (n < max && s->n_free_read > 0 && s->ahead.count > 0 && s->demand.count == 0) {
-        batch[n++] = prepare_locked(s, pop(&s->ahead), true);
+    ms_want want;
+    while (n < max && s->n_free_read > 0 && s->n_demand_in_flight == 0 && ms_ahead_take_locked(s, &want)) {
+        batch[n++] = prepare_locked(s, want, true);
     }
     return n;
 }
 
 /* Submits whatever can be, MS_BATCH at a time; called without the lock. */
-static void submit_waiting(ms_stream * s) {
+void ms_stream_submit_waiting(ms_stream * s) {
     for (;;) {
         ms_read * batch[MS_BATCH];
         pthread_mutex_lock(&s->lock);
@@ -92,8 +98,10 @@ static uint64_t slice_checksum(const ms_stream * s, int slot, int slice) {
     return ms_checksum(ms_stream_payload(s, slot, slice), (size_t) bank->slice_bytes);
 }
 
-static void slice_done(ms_stream * s, const ms_flight * f, moestream_status status, int os_errno) {
+/* Returns with the lock held, and whether a warning about the pace of reads is due. */
+static bool slice_done(ms_stream * s, const ms_flight * f, uint32_t bytes, moestream_status status, int os_errno) {
     uint64_t sum = 0;
+    bool warn = false;
     bool ok = status == MOESTREAM_OK;
     if (ok && s->options.verify) {
         sum = slice_checksum(s, f->slot, f->slice);
@@ -109,19 +117,25 @@ static void slice_done(ms_stream * s, const ms_flight * f, moestream_status stat
         }
     }
     s->failure[f->slot * MS_MAX_SLICES + f->slice] = (ms_failure) {status, os_errno};
+#ifndef MS_MUTATE_PUBLISH_EARLY
     ms_slot_publish(&s->cache, f->slot, f->slice, ok);
+#endif
     ms_slot_end_read(&s->cache, f->slot);
     if (f->prefetch) {
         s->n_ahead_in_flight--;
     } else {
         s->n_demand_in_flight--;
+        uint64_t now = ms_now_ns();
+        warn = ms_pace_done_locked(s, now, now - f->since_ns, bytes, s->n_demand_in_flight == 0);
     }
+    return warn;
 }
 
 void ms_stream_done(void * user, ms_read * read, moestream_status status, int os_errno) {
     ms_stream * s = user;
     int i = (int) read->tag;
     ms_flight f = s->flight[i];
+    bool warn = false;
     if (f.range != NULL) {
         pthread_mutex_lock(&s->lock);
         if (status != MOESTREAM_OK && f.range->status == MOESTREAM_OK) {
@@ -131,29 +145,36 @@ void ms_stream_done(void * user, ms_read * read, moestream_status status, int os
         }
         f.range->left--;
     } else {
-        slice_done(s, &f, status, os_errno);
+        warn = slice_done(s, &f, read->bytes, status, os_errno);
     }
+    s->flight[i].since_ns = 0;
     s->free_read[s->n_free_read++] = i;
     bool more = s->demand.count + s->ahead.count > 0;
     if (s->n_waiting_free > 0) {
         pthread_cond_broadcast(&s->freed);
     }
     pthread_mutex_unlock(&s->lock);
+    if (warn) {
+        ms_pace_warn(s);
+    }
     if (more) {
-        submit_waiting(s);
+        ms_stream_submit_waiting(s);
     }
 }
 
 /* ---- demand ---- */
 
 /* Requests one slice if it is neither there nor on its way; returns true if it was. */
-static bool request_locked(ms_stream * s, int slot, int slice, ms_queue * queue, moestream_stats * counts) {
+bool ms_stream_request_locked(ms_stream * s, int slot, int slice, ms_queue * queue, moestream_stats * counts) {
     ms_slice_state state = ms_slot_state(&s->cache, slot, slice);
     if (state == MS_FAILED && s->cache.slot[slot].pins == 1) {
         ms_slot_clear(&s->cache, slot, slice); /* nobody else looks at the failure: try again */
         state = MS_EMPTY;
     }
     if (state != MS_EMPTY) {
+        if (queue == &s->demand && ms_ahead_claim_locked(s, slot, slice)) {
+            ms_queue_push(queue, slot, slice); /* it waited among the guesses; now it is needed */
+        }
         return true;
     }
     const ms_bank * bank = &s->index->bank[s->index->group[s->cache.slot[slot].group].bank[slice]];
@@ -162,11 +183,14 @@ static bool request_locked(ms_stream * s, int slot, int slice, ms_queue * queue,
     counts->slice_bytes += bank->slice_bytes;
     counts->read_bytes += ms_align_up(begin + bank->slice_bytes, MS_PAGE) - ms_align_down(begin, MS_PAGE);
     ms_slot_begin_read(&s->cache, slot, slice);
-    push(queue, slot, slice);
+#ifdef MS_MUTATE_PUBLISH_EARLY
+    ms_slot_publish(&s->cache, slot, slice, true);
+#endif
+    ms_queue_push(queue, slot, slice);
     return false;
 }
 
-static void add_counts(moestream_stats * to, const moestream_stats * from) {
+void ms_stream_add_counts(moestream_stats * to, const moestream_stats * from) {
     to->n_hits += from->n_hits;
     to->n_misses += from->n_misses;
     to->n_coalesced += from->n_coalesced;
@@ -204,10 +228,12 @@ int ms_stream_acquire(ms_stream * s, const ms_demand * d, const int32_t * expert
                 break;
             }
         }
+#ifndef MS_MUTATE_SKIP_PIN
         ms_slot_pin(&s->cache, slot);
+#endif
         ms_slot_touch(&s->cache, slot);
         s->n_pinned++;
-        bool found = request_locked(s, slot, d->slice, &s->demand, &mine);
+        bool found = ms_stream_request_locked(s, slot, d->slice, &s->demand, &mine);
         slots[got] = slot;
         if (d->leader) {
             /* the other slices are requested in a second round below, so that what is needed now is read first */
@@ -218,16 +244,19 @@ int ms_stream_acquire(ms_stream * s, const ms_demand * d, const int32_t * expert
     if (d->all_slices) {
         for (int k = 0; k < n_slices; k++) {
             for (int i = 0; i < got && k != d->slice; i++) {
-                request_locked(s, slots[i], k, &s->demand, &mine);
+                ms_stream_request_locked(s, slots[i], k, &s->demand, &mine);
             }
         }
     }
+    if (d->leader) {
+        ms_ahead_settle_locked(s, d->group);
+    }
     bool more = s->demand.count > 0;
-    add_counts(&s->stats, &mine);
+    ms_stream_add_counts(&s->stats, &mine);
     pthread_mutex_unlock(&s->lock);
-    add_counts(counts, &mine);
+    ms_stream_add_counts(counts, &mine);
     if (more) {
-        submit_waiting(s);
+        ms_stream_submit_waiting(s);
     }
     return got;
 }
@@ -236,7 +265,7 @@ bool ms_stream_fits(ms_stream * s, int group, int n) {
     pthread_mutex_lock(&s->lock);
     int cls = s->group_class[group];
     bool fits = cls >= 0 && n <= s->cache.n_slots && n <= s->slab.n_slots[cls] && n <= ms_slot_free_count(&s->cache, cls) +
-                s->n_ahead_in_flight;
+                (s->n_ahead_in_flight + s->n_ahead_waiting) / MS_MAX_SLICES; /* guesses give way */
     pthread_mutex_unlock(&s->lock);
     return fits;
 }
@@ -284,7 +313,9 @@ void ms_stream_poll(ms_stream * s) {
 void ms_stream_release(ms_stream * s, int slice, const int32_t * slots, int n) {
     pthread_mutex_lock(&s->lock);
     for (int i = 0; i < n; i++) {
+#ifndef MS_MUTATE_SKIP_PIN
         ms_slot_unpin(&s->cache, slots[i]);
+#endif
         s->n_pinned--;
         if (s->options.cache_none && s->cache.slot[slots[i]].pins == 0 &&
             ms_slot_state(&s->cache, slots[i], slice) == MS_READY) {
@@ -295,39 +326,6 @@ void ms_stream_release(ms_stream * s, int slice, const int32_t * slots, int n) {
         pthread_cond_broadcast(&s->freed);
     }
     pthread_mutex_unlock(&s->lock);
-}
-
-/* ---- reading ahead ---- */
-
-int ms_stream_prefetch(ms_stream * s, int group, const int32_t * experts, int n, moestream_stats * counts) {
-    moestream_stats mine = {0};
-    pthread_mutex_lock(&s->lock);
-    /* what the layer at work and the one before it just used is needed again soon; leave it alone */
-    uint64_t recent = (uint64_t) (s->index->n_expert_used > 0 ? 2 * s->index->n_expert_used : 2);
-    uint64_t spare = s->cache.tick > recent ? s->cache.tick - recent : 1;
-    for (int i = 0; i < n && s->demand.count == 0 && s->ahead.count < s->depth && !s->options.cache_none; i++) {
-        if (experts[i] < 0 || experts[i] >= s->index->group[group].n_expert ||
-            ms_slot_find(&s->cache, group, experts[i]) >= 0) {
-            continue;
-        }
-        int slot = ms_slot_assign(&s->cache, group, experts[i], spare);
-        if (slot < 0) {
-            break;
-        }
-        s->cache.slot[slot].prefetched = true;
-        mine.n_prefetch++;
-        for (int k = 0; k < s->index->group[group].n_slices; k++) {
-            request_locked(s, slot, k, &s->ahead, &mine);
-        }
-    }
-    mine.prefetch_bytes = mine.read_bytes;
-    add_counts(&s->stats, &mine);
-    pthread_mutex_unlock(&s->lock);
-    add_counts(counts, &mine);
-    if (mine.n_prefetch > 0) {
-        submit_waiting(s);
-    }
-    return (int) mine.n_prefetch;
 }
 
 bool ms_stream_idle(ms_stream * s) {
@@ -359,6 +357,19 @@ moestream_status ms_stream_read_error(ms_stream * s, int slot, int slice, moestr
             return ms_fail(err, MOESTREAM_ERR_IO, why.os_errno, "could not read expert %d of '%s' from '%s' at offset %" PRIu64 ": %s (errno %d)",
                            at.expert, name, path, offset, strerror(why.os_errno), why.os_errno);
     }
+}
+
+uint64_t ms_stream_read_age(ms_stream * s, int slot, int slice) {
+    uint64_t age = 0;
+    pthread_mutex_lock(&s->lock);
+    for (int i = 0; i < s->depth; i++) {
+        const ms_flight * f = &s->flight[i];
+        if (f->range == NULL && f->since_ns != 0 && f->slot == slot && f->slice == slice) {
+            age = ms_now_ns() - f->since_ns;
+        }
+    }
+    pthread_mutex_unlock(&s->lock);
+    return age;
 }
 
 moestream_status ms_stream_deadline_error(ms_stream * s, int slot, int slice, uint64_t waited_ns, moestream_error * err) {

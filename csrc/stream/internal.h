@@ -21,7 +21,17 @@ typedef struct ms_flight {
     int32_t slot;
     int32_t slice;
     bool prefetch;
+    uint64_t since_ns; /* when it was handed to the engine; 0: not in flight */
 } ms_flight;
+
+/* How fast reads come back, to warn of storage that is too slow (pace.c); under the lock. */
+typedef struct ms_pace {
+    uint64_t busy_ns, busy_bytes; /* time with a demand read in flight, and what arrived meanwhile */
+    uint64_t busy_since;          /* 0: none in flight */
+    uint64_t fastest_ns;          /* of the reads since the last look */
+    int n_reads;                  /* since the last look */
+    bool warned;
+} ms_pace;
 
 typedef struct ms_want {
     int32_t slot;
@@ -62,24 +72,55 @@ struct ms_stream {
     int * free_read;      /* [depth] */
     int n_free_read;
     ms_queue demand, ahead;
+    uint8_t * ahead_waiting; /* [slots * MS_MAX_SLICES] 1: a guess in the queue that still counts */
+    int n_ahead_waiting;
+    int * ahead_open;     /* [n_groups] guesses since the group was last settled */
     int n_demand_in_flight;
     int n_ahead_in_flight;
     int n_pinned;
     uint64_t * checksum;  /* [n_banks][n_expert] with verify; 0 = not read yet */
     size_t * checksum_at; /* [n_banks] */
     moestream_stats stats;
+    ms_pace pace;
 };
 
 /* Where each slice of group g lies in its slot. */
 void ms_stream_layout(const ms_index * index, int g, uint32_t * slice_at);
 
-/* Slab, slot cache and queues for a budget; used by open and resize. */
-moestream_status ms_stream_make_cache(ms_stream * stream, uint64_t budget, moestream_error * err);
-void ms_stream_drop_cache(ms_stream * stream);
+/* What a budget buys; used by open and resize. */
+typedef struct ms_cache_parts {
+    ms_slab slab;
+    ms_slot_cache cache;
+    ms_failure * failure;
+    ms_queue demand, ahead;
+    uint8_t * ahead_waiting;
+} ms_cache_parts;
+moestream_status ms_stream_make_cache(const ms_stream * stream, uint64_t budget, ms_cache_parts * out,
+                                      moestream_error * err);
+void ms_stream_drop_cache(ms_cache_parts * parts);
+
+/* A demand read of `bytes` was handed over, or ended after `age_ns`. `done` returns true once, when a warning is due:
+ * then call ms_pace_warn without the lock. */
+void ms_pace_begin_locked(ms_stream * stream, uint64_t now);
+bool ms_pace_done_locked(ms_stream * stream, uint64_t now, uint64_t age_ns, uint64_t bytes, bool last);
+void ms_pace_warn(ms_stream * stream);
 
 /* Fills `batch` with reads for what waits, as far as there are free ones. Under the lock; submit after unlocking. */
 int ms_stream_take_batch_locked(ms_stream * stream, ms_read ** batch, int max);
 void ms_stream_done(void * user, ms_read * read, moestream_status status, int os_errno);
+
+/* demand.c, for ahead.c */
+void ms_queue_push(ms_queue * queue, int32_t slot, int32_t slice);
+ms_want ms_queue_pop(ms_queue * queue);
+bool ms_stream_request_locked(ms_stream * stream, int slot, int slice, ms_queue * queue, moestream_stats * counts);
+void ms_stream_add_counts(moestream_stats * to, const moestream_stats * from);
+void ms_stream_submit_waiting(ms_stream * stream);
+
+/* ahead.c, for demand.c: the next guess to read; whether a slice waited among the guesses (it then no longer does); and
+ * what becomes of a group's guesses when its layer begins. */
+bool ms_ahead_take_locked(ms_stream * stream, ms_want * want);
+bool ms_ahead_claim_locked(ms_stream * stream, int slot, int slice);
+void ms_ahead_settle_locked(ms_stream * stream, int group);
 
 uint64_t ms_checksum(const uint8_t * bytes, size_t n);
 

@@ -9,14 +9,30 @@
 
 /* ---- cache and pool ---- */
 
-void ms_stream_drop_cache(ms_stream * s) {
-    ms_slot_cache_close(&s->cache);
-    ms_slab_close(&s->slab);
-    free(s->failure);
-    free(s->demand.want);
-    free(s->ahead.want);
-    s->failure = NULL;
-    s->demand = s->ahead = (ms_queue) {0};
+void ms_stream_drop_cache(ms_cache_parts * p) {
+    ms_slot_cache_close(&p->cache);
+    ms_slab_close(&p->slab);
+    free(p->failure);
+    free(p->demand.want);
+    free(p->ahead.want);
+    free(p->ahead_waiting);
+    *p = (ms_cache_parts) {0};
+}
+
+static ms_cache_parts parts_of(const ms_stream * s) {
+    return (ms_cache_parts) {.slab = s->slab, .cache = s->cache, .failure = s->failure, .demand = s->demand, .ahead = s->ahead,
+                            .ahead_waiting = s->ahead_waiting};
+}
+
+static void use_parts(ms_stream * s, const ms_cache_parts * p) {
+    s->slab = p->slab;
+    s->cache = p->cache;
+    s->failure = p->failure;
+    s->demand = p->demand;
+    s->ahead = p->ahead;
+    s->ahead_waiting = p->ahead_waiting;
+    s->n_ahead_waiting = 0;
+    memset(s->ahead_open, 0, (size_t) s->index->n_groups * sizeof(*s->ahead_open));
 }
 
 static bool queue_open(ms_queue * queue, int capacity) {
@@ -24,7 +40,8 @@ static bool queue_open(ms_queue * queue, int capacity) {
     return queue->want != NULL;
 }
 
-moestream_status ms_stream_make_cache(ms_stream * s, uint64_t budget, moestream_error * err) {
+moestream_status ms_stream_make_cache(const ms_stream * s, uint64_t budget, ms_cache_parts * out, moestream_error * err) {
+    ms_cache_parts p = {0};
     int n_slots[MS_MAX_CLASSES] = {0};
     uint64_t min_bytes = 0;
     const ms_stream_sizes * z = &s->sizes;
@@ -33,37 +50,43 @@ moestream_status ms_stream_make_cache(ms_stream * s, uint64_t budget, moestream_
                        "a cache of %" PRIu64 " bytes is too small: this model needs at least %" PRIu64
                        " bytes (two tokens' experts of one layer in each of %d slot sizes)", budget, min_bytes, z->n_classes);
     }
-    moestream_status st = ms_slab_open(&s->slab, z->n_classes, z->slot_bytes, n_slots, err);
+    moestream_status st = ms_slab_open(&p.slab, z->n_classes, z->slot_bytes, n_slots, err);
     if (st != MOESTREAM_OK) {
         return st;
     }
     int * experts = ms_calloc((size_t) s->index->n_groups, sizeof(int));
     if (experts == NULL) {
-        ms_stream_drop_cache(s);
+        ms_stream_drop_cache(&p);
         return ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for the cache's tables");
     }
     for (int g = 0; g < s->index->n_groups; g++) {
         experts[g] = s->index->group[g].n_expert;
     }
-    st = ms_slot_cache_open(&s->cache, s->index->n_groups, s->group_class, experts, z->n_classes, n_slots,
+    st = ms_slot_cache_open(&p.cache, s->index->n_groups, s->group_class, experts, z->n_classes, n_slots,
                             MS_POLICY_LRU, err);
     free(experts);
-    int slices = s->slab.total_slots * MS_MAX_SLICES;
+    int slices = p.slab.total_slots * MS_MAX_SLICES;
     if (st == MOESTREAM_OK) {
-        s->failure = ms_calloc((size_t) slices, sizeof(*s->failure));
-        if (s->failure == NULL || !queue_open(&s->demand, slices) || !queue_open(&s->ahead, slices)) {
-            st = ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for the tables of %d slots", s->slab.total_slots);
+        p.failure = ms_calloc((size_t) slices, sizeof(*p.failure));
+        p.ahead_waiting = ms_calloc((size_t) slices, 1);
+        if (p.failure == NULL || p.ahead_waiting == NULL || !queue_open(&p.demand, slices) || !queue_open(&p.ahead, slices)) {
+            st = ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for the tables of %d slots", p.slab.total_slots);
         }
     }
     if (st != MOESTREAM_OK) {
-        ms_stream_drop_cache(s);
+        ms_stream_drop_cache(&p);
+        return st;
     }
-    return st;
+    *out = p;
+    return MOESTREAM_OK;
 }
 
 static moestream_status open_reader(ms_stream * s, moestream_error * err) {
     ms_reader_options options = {.depth = s->depth, .n_threads = s->options.n_readers, .slab = s->slab.base,
                                  .slab_bytes = (size_t) s->slab.bytes, .done = ms_stream_done, .user = s};
+    if (s->options.open_reader != NULL) {
+        return s->options.open_reader(s->options.open_reader_user, &s->reader, &options, err);
+    }
     return ms_reader_open(&s->reader, s->options.io, &options, err);
 }
 
@@ -114,11 +137,12 @@ static moestream_status open_files(ms_stream * s, moestream_error * err) {
 static moestream_status alloc_tables(ms_stream * s, moestream_error * err) {
     size_t n = (size_t) s->index->n_groups, d = (size_t) s->depth;
     s->group_class = ms_calloc(n + 1, sizeof(*s->group_class));
+    s->ahead_open = ms_calloc(n + 1, sizeof(*s->ahead_open));
     s->slice_at = ms_calloc((n + 1) * MS_MAX_SLICES, sizeof(*s->slice_at));
     s->read = ms_calloc(d, sizeof(*s->read));
     s->flight = ms_calloc(d, sizeof(*s->flight));
     s->free_read = ms_calloc(d, sizeof(*s->free_read));
-    bool ok = s->group_class && s->slice_at && s->read && s->flight && s->free_read;
+    bool ok = s->group_class && s->ahead_open && s->slice_at && s->read && s->flight && s->free_read;
     if (ok && s->options.verify) {
         size_t total = 0;
         s->checksum_at = ms_calloc((size_t) s->index->n_banks + 1, sizeof(*s->checksum_at));
@@ -164,7 +188,11 @@ moestream_status ms_stream_open(ms_stream ** out, const ms_index * index, const 
         st = open_files(s, err);
     }
     if (st == MOESTREAM_OK) {
-        st = ms_stream_make_cache(s, options->cache_none ? s->sizes.min_bytes : options->cache_bytes, err);
+        ms_cache_parts parts;
+        st = ms_stream_make_cache(s, options->cache_none ? s->sizes.min_bytes : options->cache_bytes, &parts, err);
+        if (st == MOESTREAM_OK) {
+            use_parts(s, &parts);
+        }
     }
     if (st == MOESTREAM_OK) {
         st = open_reader(s, err);
@@ -189,7 +217,8 @@ void ms_stream_close(ms_stream * s) {
     if (s->reader != NULL) {
         s->reader->ops->close(s->reader); /* waits for what is in flight: the kernel still writes to the slab */
     }
-    ms_stream_drop_cache(s);
+    ms_cache_parts parts = parts_of(s);
+    ms_stream_drop_cache(&parts);
     for (int i = 0; i < s->n_files; i++) {
         ms_file_close(&s->file[i]);
     }
@@ -198,6 +227,7 @@ void ms_stream_close(ms_stream * s) {
     free(s->file);
     free(s->group_class);
     free(s->slice_at);
+    free(s->ahead_open);
     free(s->read);
     free(s->flight);
     free(s->free_read);
@@ -206,34 +236,43 @@ void ms_stream_close(ms_stream * s) {
     free(s);
 }
 
-moestream_status ms_stream_resize(ms_stream * s, uint64_t cache_bytes, moestream_error * err) {
-    int n_slots[MS_MAX_CLASSES];
-    uint64_t min_bytes = 0;
-    const ms_stream_sizes * z = &s->sizes;
-    if (!ms_slab_share(cache_bytes, z->n_classes, z->slot_bytes, z->n_experts, z->min_slots, n_slots, &min_bytes)) {
-        return ms_fail(err, MOESTREAM_ERR_NOMEM, 0, "a cache of %" PRIu64 " bytes is too small: this model needs at least %" PRIu64 " bytes",
-                       cache_bytes, min_bytes);
-    }
-    /* Nothing may write to the old slab or look at it: no pins, no read in flight, and the lock held meanwhile, so that
-     * demands of other contexts wait here. The one place where memory is asked for under the lock. */
-    pthread_mutex_lock(&s->lock);
-    while (s->n_pinned == 0 && s->n_demand_in_flight + s->n_ahead_in_flight + s->demand.count + s->ahead.count > 0) {
+/* Nothing may write to the old slab or look at it: no pins, no read in flight. Called and returns with the
+ * lock held; it is given up while waiting. */
+static moestream_status quiesce_locked(ms_stream * s, moestream_error * err) {
+    uint64_t begin = ms_now_ns(), limit = s->options.deadline_ns;
+    while (s->n_pinned == 0 && s->n_demand_in_flight + s->n_ahead_in_flight + s->demand.count + s->n_ahead_waiting > 0) {
+        uint64_t waited = ms_now_ns() - begin;
+        if (limit > 0 && waited > limit) {
+            return ms_fail(err, MOESTREAM_ERR_BUSY, ETIMEDOUT,
+                           "could not resize the cache: %d reads into it did not end in %.1f s (deadline_ms)",
+                           s->n_demand_in_flight + s->n_ahead_in_flight, (double) waited * 1e-9);
+        }
         pthread_mutex_unlock(&s->lock);
         s->reader->ops->wait(s->reader, s->reader->ops->completed(s->reader), 1000 * 1000);
         pthread_mutex_lock(&s->lock);
     }
-    moestream_status st = MOESTREAM_OK;
     if (s->n_pinned > 0) {
-        st = ms_fail(err, MOESTREAM_ERR_BUSY, 0, "could not resize the cache: %d slots are in use by a running call", s->n_pinned);
-    } else {
-        uint64_t old = s->slab.bytes;
-        ms_stream_drop_cache(s);
-        st = ms_stream_make_cache(s, cache_bytes, err);
-        if (st != MOESTREAM_OK) {
-            MS_ASSERT(ms_stream_make_cache(s, old, NULL) == MOESTREAM_OK); /* what was just given back can be had again */
-        }
+        return ms_fail(err, MOESTREAM_ERR_BUSY, 0, "could not resize the cache: %d slots are in use by a running call", s->n_pinned);
+    }
+    return MOESTREAM_OK;
+}
+
+moestream_status ms_stream_resize(ms_stream * s, uint64_t cache_bytes, moestream_error * err) {
+    ms_cache_parts fresh, old;
+    moestream_status st = ms_stream_make_cache(s, cache_bytes, &fresh, err);
+    if (st != MOESTREAM_OK) {
+        return st;
+    }
+    pthread_mutex_lock(&s->lock);
+    st = quiesce_locked(s, err);
+    old = fresh;
+    if (st == MOESTREAM_OK) {
+        fresh.cache.n_evictions = s->cache.n_evictions; /* totals go on */
+        old = parts_of(s);
+        use_parts(s, &fresh);
         describe(s);
     }
     pthread_mutex_unlock(&s->lock);
+    ms_stream_drop_cache(&old); /* its memory goes back to the system here */
     return st;
 }

@@ -34,13 +34,20 @@ static int take_read(ms_stream * s, ms_range * range) {
     }
 }
 
+/* Cannot give up: the kernel still writes to memory that the caller would free. A wait beyond the deadline is said. */
 static void finish(ms_stream * s, ms_range * range) {
+    uint64_t begin = ms_now_ns(), limit = s->options.deadline_ns;
     for (;;) {
         pthread_mutex_lock(&s->lock);
         int left = range->left;
         pthread_mutex_unlock(&s->lock);
         if (left == 0) {
             return;
+        }
+        if (limit > 0 && ms_now_ns() - begin > limit) {
+            ms_log(MS_LOG_WARN, "%d reads of '%s' did not end in %.1f s (deadline_ms); still waiting for them", left, s->index->path[0],
+                   (double) limit * 1e-9);
+            limit = 0;
         }
         pump(s);
     }

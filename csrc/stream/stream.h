@@ -26,7 +26,11 @@ typedef struct ms_stream_options {
     int queue_depth;
     int n_readers;
     bool verify;
-    uint64_t deadline_ns;
+    uint64_t deadline_ns; /* 0: none */
+    /* Opens the reader instead of ms_reader_open: tests put a scripted engine behind the seam. NULL otherwise. */
+    moestream_status (*open_reader)(void * user, ms_reader ** out, const ms_reader_options * options,
+                                    moestream_error * err);
+    void * open_reader_user;
 } ms_stream_options;
 
 /* Sizes that follow from the index alone. */
@@ -85,6 +89,9 @@ void ms_stream_release(ms_stream * stream, int slice, const int32_t * slots, int
 /* Fills `err` with why the read of a FAILED slice failed: file, offset, errno. */
 moestream_status ms_stream_read_error(ms_stream * stream, int slot, int slice, moestream_error * err);
 
+/* How long the read of a READING slice has been with the engine; 0 while it waits for its turn or has ended. */
+uint64_t ms_stream_read_age(ms_stream * stream, int slot, int slice);
+
 /* The error for a read that took longer than the deadline. The slot stays taken until the kernel lets go of it. */
 moestream_status ms_stream_deadline_error(ms_stream * stream, int slot, int slice, uint64_t waited_ns,
                                           moestream_error * err);
@@ -94,9 +101,12 @@ moestream_status ms_stream_verify(ms_stream * stream, int slot, int slice, moest
 
 /* ---- the rest ---- */
 
-/* Reads experts ahead; drops what does not fit, never waits, never evicts what was just used. Returns how many were
- * submitted. */
-int ms_stream_prefetch(ms_stream * stream, int group, const int32_t * experts, int n, moestream_stats * counts);
+/* Reads experts ahead, in order, as far as there is room; never waits. Slots used at or after tick `spare_after` are not
+ * evicted for it. Returns how many were accepted. */
+int ms_stream_prefetch(ms_stream * stream, int group, const int32_t * experts, int n, uint64_t spare_after,
+                       moestream_stats * counts);
+/* Number of demand uses so far: a clock for spare_after. */
+uint64_t ms_stream_tick(ms_stream * stream);
 bool ms_stream_idle(ms_stream * stream); /* no demand read is in flight */
 
 /* Reads a range of a file for the load (dense tensors, whole expert tensors) in parallel chunks straight into `dst`,
@@ -104,6 +114,8 @@ bool ms_stream_idle(ms_stream * stream); /* no demand read is in flight */
 moestream_status ms_stream_read_range(ms_stream * stream, int file, uint64_t offset, uint64_t bytes, void * dst,
                                       bool windowed, moestream_error * err);
 
+/* All or nothing: the new cache exists before the old one goes, so both need address space for a moment; memory only
+ * the old one has. Errors: NOMEM, BUSY (slots are in use, or a read did not end within the deadline). */
 moestream_status ms_stream_resize(ms_stream * stream, uint64_t cache_bytes, moestream_error * err);
 
 void ms_stream_get_stats(ms_stream * stream, moestream_stats * stats);
