@@ -342,7 +342,7 @@ moestream_status moestream_get_stats(const moestream * ms, moestream_stats * sta
     s.n_fallback_tensors = atomic_load(&ms->n_fallback_tensors);
     s.load_expert_bytes = atomic_load(&ms->load_expert_bytes);
     s.load_dense_bytes = atomic_load(&ms->load_dense_bytes);
-    s.prefetch = ms->prefetch;
+    s.prefetch = ms->prefetch && (ms->n_routers > 0 || ms->replay != NULL);
     return copy_out(stats, &s, sizeof(s));
 }
 

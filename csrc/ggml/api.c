@@ -33,13 +33,14 @@ static void own_directory(char * out, size_t n) {
     }
 }
 
-/* MOESTREAM_LIBLLAMA names another file, for tests and for builds whose libraries lie elsewhere. */
+/* MOESTREAM_LIBLLAMA names another file, for tests; a build against an installed llama.cpp (MS_LLAMA_LIBRARY) uses that
+ * one where it is. */
 static moestream_status open_bundled(void ** out, moestream_error * err) {
     char dir[400], path[512];
     const char * given = getenv("MOESTREAM_LIBLLAMA");
     own_directory(dir, sizeof(dir));
     snprintf(path, sizeof(path), "%s/libllama.so", dir);
-    const char * file = given != NULL && given[0] != '\0' ? given : path;
+    const char * file = given != NULL && given[0] != '\0' ? given : sizeof(MS_LLAMA_LIBRARY) > 1 ? MS_LLAMA_LIBRARY : path;
     void * handle = dlopen(file, RTLD_NOW | RTLD_LOCAL);
     if (handle == NULL) {
         const char * why = dlerror();
@@ -53,13 +54,16 @@ static moestream_status open_bundled(void ** out, moestream_error * err) {
 
 struct find_cpu {
     void * handle;
+    const char * folder; /* where it must lie, NULL: anywhere */
 };
 
 static int open_if_cpu_backend(struct dl_phdr_info * info, size_t size, void * user) {
     (void) size;
     struct find_cpu * find = user;
     const char * name = strrchr(info->dlpi_name, '/');
-    if (name != NULL && strncmp(name, "/libggml-cpu", 12) == 0) {
+    if (name != NULL && strncmp(name, "/libggml-cpu", 12) == 0 &&
+        (find->folder == NULL || (strncmp(find->folder, info->dlpi_name, strlen(find->folder)) == 0 &&
+                                  info->dlpi_name + strlen(find->folder) == name))) {
         find->handle = dlopen(info->dlpi_name, RTLD_NOW | RTLD_NOLOAD);
     }
     return find->handle != NULL;
@@ -76,13 +80,20 @@ static void * cpu_backend_handle(ms_api * api) {
     __typeof__(&ggml_backend_dev_by_type) by_type = NULL;
     *(void **) &load = dlsym(h, "ggml_backend_load_all_from_path");
     *(void **) &by_type = dlsym(h, "ggml_backend_dev_by_type");
+    char dir[512];
+    directory_of(api->path, dir, sizeof(dir));
     if (load != NULL && by_type != NULL && by_type(GGML_BACKEND_DEVICE_TYPE_CPU) == NULL) {
-        char dir[512];
-        directory_of(api->path, dir, sizeof(dir));
         load(dir);
     }
-    struct find_cpu find = {NULL};
+    if (by_type == NULL || by_type(GGML_BACKEND_DEVICE_TYPE_CPU) == NULL) {
+        return NULL; /* another ggml in the process may have one: not ours to use */
+    }
+    struct find_cpu find = {.folder = dir}; /* its own first: another ggml in the process has one by the same name */
     dl_iterate_phdr(open_if_cpu_backend, &find);
+    if (find.handle == NULL) {
+        find.folder = NULL;
+        dl_iterate_phdr(open_if_cpu_backend, &find);
+    }
     return find.handle;
 }
 
@@ -239,9 +250,9 @@ ggml_backend_buffer_t ms_buffer_make(const ms_api * api, ggml_backend_buffer_typ
 size_t ms_api_features(const ms_api * api, char * buf, size_t n) {
     int len = snprintf(buf, n,
                        "{\"libllama\": \"%s\", \"ggml_commit\": \"%s\", \"ggml_version\": \"%s\", \"built_for\": \"%s\", "
-                       "\"buffer_layout\": \"%s\", \"params_match\": %s, \"load_policy\": %s, \"load_from_file_ptr\": %s, "
+                       "\"buffer_layout\": \"%s\", \"params_match\": %s, \"params_why\": \"%s\", \"load_policy\": %s, \"load_from_file_ptr\": %s, "
                        "\"tensor_map\": %s}", api->path, api->commit, api->version, MS_LLAMA_COMMIT,
-                       api->layout_b ? "B" : "A", api->params_match ? "true" : "false",
+                       api->layout_b ? "B" : "A", api->params_match ? "true" : "false", api->params_why,
                        api->load_policy_set != NULL ? "true" : "false", api->load_from_file_ptr != NULL ? "true" : "false",
                        api->tensor_map != NULL ? "true" : "false");
     return len > 0 ? (size_t) len : 0;

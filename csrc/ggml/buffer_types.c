@@ -85,6 +85,7 @@ static void buffer_set(ms_buffer * b, struct ggml_tensor * t, const void * data,
         ms_fail_context(&e, t->name);
         load_failed(ms, &e);
     }
+    ms->dense_data[i] = t->data;
     atomic_fetch_add(&ms->load_dense_bytes, known->bytes);
 }
 

@@ -174,6 +174,9 @@ static void acquire_more(moestream_context * ctx, bool leader) {
     for (int i = 0; i < got; i++) {
         ctx->entry[have + i].slot = ctx->slots[i];
     }
+    if (got > 0) {
+        atomic_store_explicit(&op->slots_since_ns, ms_now_ns(), memory_order_relaxed);
+    }
     atomic_store_explicit(&op->n_acquired, have + got, memory_order_release); /* pairs with the acquire in next_chunk */
 }
 
@@ -224,7 +227,10 @@ static void start(moestream_context * ctx, const struct ggml_tensor * dst, int b
     op->slice = b->slice;
     moestream_error e = {.struct_size = sizeof(e)};
     op->started_ns = ms_now_ns();
+    atomic_store_explicit(&op->slots_since_ns, op->started_ns, memory_order_relaxed);
     bool leader = begin_pass(ctx);
+    op->leader = leader;
+    atomic_flag_clear_explicit(&op->predicted, memory_order_relaxed);
     if (atomic_load(&ctx->failed)) {
         op->n_entries = 0;
     } else if (!sort_rows(ctx, dst->src[2], b->n_expert, &e)) {
@@ -238,6 +244,7 @@ static void start(moestream_context * ctx, const struct ggml_tensor * dst, int b
         return;
     }
     if (leader) {
+        ctx->pass_tick = ms_stream_tick(ctx->ms->stream) + 1;
         ctx->pass_all = ms_stream_fits(ctx->ms->stream, op->group, op->n_entries);
     }
     op->chunk_rows = chunk_rows(dst, op->n_entries, nth);
@@ -478,11 +485,14 @@ static void wait_for(moestream_context * ctx, int i) {
     uint64_t now = ms_now_ns();
     atomic_fetch_add_explicit(&ctx->stall_ns, now - begin, memory_order_relaxed);
     check_stop(ctx);
-    if (now - op->started_ns > ctx->ms->deadline_ns && !atomic_load(&ctx->failed) &&
-        ms_stream_state(ctx->ms->stream, entry->slot, op->slice) == MS_READING) {
-        moestream_error e = {.struct_size = sizeof(e)};
-        ms_stream_deadline_error(ctx->ms->stream, entry->slot, op->slice, now - op->started_ns, &e);
-        ms_context_fail(ctx, &e);
+    if (now - op->started_ns > ctx->ms->deadline_ns && !atomic_load(&ctx->failed)) {
+        /* an operation over many experts may take longer than that; one read may not */
+        uint64_t age = ms_stream_read_age(ctx->ms->stream, entry->slot, op->slice);
+        if (age > ctx->ms->deadline_ns) {
+            moestream_error e = {.struct_size = sizeof(e)};
+            ms_stream_deadline_error(ctx->ms->stream, entry->slot, op->slice, age, &e);
+            ms_context_fail(ctx, &e);
+        }
     }
 }
 
@@ -490,8 +500,22 @@ static void wait_for(moestream_context * ctx, int i) {
 static void wait_for_slots(moestream_context * ctx) {
     uint64_t begin = ms_now_ns();
     ms_stream_wait_free(ctx->ms->stream);
-    atomic_fetch_add_explicit(&ctx->stall_ns, ms_now_ns() - begin, memory_order_relaxed);
+    uint64_t now = ms_now_ns();
+    atomic_fetch_add_explicit(&ctx->stall_ns, now - begin, memory_order_relaxed);
     check_stop(ctx);
+    uint64_t since = atomic_load_explicit(&ctx->op.slots_since_ns, memory_order_relaxed);
+    if (now - since > ctx->ms->deadline_ns && !atomic_load(&ctx->failed)) {
+        moestream_error e = {.struct_size = sizeof(e)};
+        ms_fail(&e, MOESTREAM_ERR_IO, ETIMEDOUT, "no slot of the cache became free in %.1f s (deadline_ms): reads into all of them, for this "
+                "or another context, do not end", (double) (now - since) * 1e-9);
+        ms_context_fail(ctx, &e);
+    }
+}
+
+/* Once an operation, by the first thread that finds nothing to compute. */
+static bool may_predict(moestream_context * ctx) {
+    return ctx->ms->prefetch && ctx->op.at_once && !atomic_load_explicit(&ctx->failed, memory_order_relaxed) &&
+           !atomic_flag_test_and_set_explicit(&ctx->op.predicted, memory_order_acquire);
 }
 
 static void work(moestream_context * ctx, int ith) {
@@ -506,6 +530,8 @@ static void work(moestream_context * ctx, int ith) {
                 finish_entry(ctx, i);
             }
             idle = 0;
+        } else if (may_predict(ctx)) {
+            ms_predict(ctx); /* before the first wait or, with nothing to wait for, before leaving */
         } else if (pending >= 0) {
             wait_for(ctx, pending);
         } else if (atomic_load_explicit(&op->n_acquired, memory_order_acquire) == op->n_entries) {

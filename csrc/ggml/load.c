@@ -10,7 +10,7 @@
 
 #include "ggml/store.h"
 
-enum { MS_DEFAULT_DEPTH = 128, MS_DEFAULT_READERS = 4, MS_DEFAULT_DEADLINE_MS = 60000, MS_DEFAULT_RESERVE_MIB = 512 };
+enum { MS_DEFAULT_DEPTH = 128, MS_DEFAULT_READERS = 4, MS_DEFAULT_DEADLINE_MS = 60000 };
 
 /* ---- open ---- */
 
@@ -57,6 +57,7 @@ static moestream_status copy_replay(moestream * ms, const moestream_params * p, 
     }
     memcpy(ms->replay, p->replay_ids, (size_t) n * sizeof(*ms->replay));
     ms->n_replay = p->n_replay_tokens;
+    ms->replay_recall = p->replay_recall;
     ms_log(MS_LOG_WARN, "experts are chosen by a recording of %zu tokens, not by the router: results are meaningless", ms->n_replay);
     return MOESTREAM_OK;
 }
@@ -71,9 +72,10 @@ static moestream_status open_stream(moestream * ms, const moestream_params * p, 
         return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, "nothing of '%s' is left to stream: the placement rules keep all its experts elsewhere",
                        index->path[0]);
     }
-    uint64_t reserve = p->reserve_bytes > 0 ? p->reserve_bytes : (uint64_t) MS_DEFAULT_RESERVE_MIB << 20;
+    uint64_t room = ms_memory_room();
+    bool chosen = p->cache_bytes == 0 && p->cache_none == 0;
     ms_stream_options o = {
-        .cache_bytes = p->cache_bytes > 0 ? p->cache_bytes : ms_budget_auto(ms->plan, reserve),
+        .cache_bytes = chosen ? ms_budget_auto(ms->plan, room, p->reserve_bytes) : p->cache_bytes,
         .cache_none = p->cache_none != 0,
         .io = p->io,
         .direct = p->direct,
@@ -82,11 +84,13 @@ static moestream_status open_stream(moestream * ms, const moestream_params * p, 
         .verify = p->verify != 0,
         .deadline_ns = ms->deadline_ns,
     };
-    moestream_status st = ms_stream_open(&ms->stream, index, &o, err);
-    if (st == MOESTREAM_ERR_NOMEM && p->cache_bytes == 0 && !o.cache_none) {
+    moestream_status st = chosen || o.cache_none ? MOESTREAM_OK : ms_budget_check(ms->plan, room, o.cache_bytes, err);
+    if (st == MOESTREAM_OK) {
+        st = ms_stream_open(&ms->stream, index, &o, err);
+    }
+    if (st == MOESTREAM_ERR_NOMEM && chosen) {
         char context[160];
-        snprintf(context, sizeof(context), "cache auto, with %.2f GiB of memory free and %.2f GiB of it kept for other uses",
-                 (double) ms_memory_room() / (1 << 30), (double) reserve / (1 << 30));
+        snprintf(context, sizeof(context), "cache auto, with %" PRIu64 " bytes of memory free, of which a part stays for other uses", room);
         ms_fail_context(err, context);
     }
     return st;
@@ -119,6 +123,8 @@ static void destroy(moestream * ms) {
     ms_plan_close(ms->plan);
     free(ms->overrides);
     free(ms->replay);
+    free(ms->dense_data);
+    free(ms->router);
     pthread_mutex_destroy(&ms->totals_lock);
     free(ms);
 }
@@ -147,6 +153,11 @@ moestream_status ms_store_open(moestream ** out, const char * path, const moestr
         if (st == MOESTREAM_OK) {
             st = copy_replay(ms, p, err);
         }
+        if (st == MOESTREAM_OK) {
+            ms->dense_data = ms_calloc((size_t) ms->plan->index.n_tensors + 1, sizeof(*ms->dense_data));
+            st = ms->dense_data != NULL ? st : ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for a table of tensors");
+        }
+        ms->prefetch = p->prefetch != MOESTREAM_PREFETCH_OFF && p->cache_none == 0 && (ms->replay == NULL || ms->replay_recall > 0);
     }
     if (st == MOESTREAM_OK) {
         st = make_overrides(ms, err);
@@ -213,7 +224,8 @@ moestream_status ms_load_end(moestream * ms, const struct llama_model * model, m
         return ms_fail(err, MOESTREAM_ERR_INTERNAL, 0, "llama.cpp could not load '%s': %s", ms->plan->index.path[0],
                        why[0] != '\0' ? why : "it gave no reason");
     }
-    return check_arrived(ms, err);
+    moestream_status st = check_arrived(ms, err);
+    return st == MOESTREAM_OK && ms->stream != NULL ? ms_predict_init(ms, err) : st;
 }
 
 typedef struct progress_chain {

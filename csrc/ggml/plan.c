@@ -100,11 +100,16 @@ static void warn_unmatched(moestream_plan * plan) {
         }
         if (plan->index.n_banks == 0 && strcmp(rule->origin, "rules") != 0) {
             ms_plan_warn(plan, "%s has no effect: the model (%s) has no routed experts", rule->origin, plan->index.arch);
-        } else if (strcmp(rule->origin, "n_cpu_moe") != 0) { /* said already, with the first block that has experts */
+        } else if (strcmp(rule->origin, "n_cpu_moe") != 0 || plan->n_cpu_moe > plan->first_moe_layer) {
+            /* else said already, with the first block that has experts */
             ms_plan_warn(plan, "rule %d, '%s' (%s), matches no tensor%s", r + 1, rule->pattern, rule->origin,
                          r > 0 ? " that an earlier rule has not taken" : "");
         }
     }
+}
+
+static bool same_place(const moestream_plan * plan, int a, int b) {
+    return a == b || (a >= 0 && b >= 0 && plan->rule[a].kind == plan->rule[b].kind && plan->rule[a].buft == plan->rule[b].buft);
 }
 
 /* A rule of the user that takes some expert matrices of a block but leaves the fused gate_up, or takes shared experts
@@ -128,7 +133,7 @@ static void warn_partial(moestream_plan * plan) {
         }
         for (int i = 0; taken != NULL && missed == NULL && i < plan->index.n_tensors; i++) {
             const ms_tensor * t = &plan->index.tensor[i];
-            if (t->bank >= 0 && t->layer == taken->layer && plan->tensor_rule[i] != r && strstr(t->name, "gate_up") != NULL) {
+            if (t->bank >= 0 && t->layer == taken->layer && !same_place(plan, plan->tensor_rule[i], r) && strstr(t->name, "gate_up") != NULL) {
                 missed = t;
             }
         }
@@ -153,6 +158,7 @@ moestream_status ms_plan_open(moestream_plan ** out, const ms_api * api, const c
     }
     plan->api = api;
     plan->streaming = params->stream == MOESTREAM_STREAM_ON;
+    plan->n_cpu_moe = params->n_cpu_moe;
     ms_gguf_api functions = ms_gguf_functions(api);
     moestream_status st = ms_index_open(&plan->index, &functions, path, err);
     if (st == MOESTREAM_OK) {

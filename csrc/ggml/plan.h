@@ -22,7 +22,7 @@ typedef enum ms_place_kind {
 typedef struct ms_rule {
     char * pattern;     /* as the user wrote it, or generated */
     char * emitted;     /* as llama.cpp gets it: with the tensors of earlier DEFAULT rules excluded */
-    char place[80];
+    char place[288];        /* "RPC0[host:port]" is as long as a host's name may be */
     ms_place_kind kind;
     ggml_backend_buffer_type_t buft; /* MS_PLACE_BUFT */
     const char * origin;
@@ -46,6 +46,7 @@ struct moestream_plan {
     uint64_t expert_bytes, dense_bytes, stream_bytes;
     int first_moe_layer;
     bool streaming;
+    int n_cpu_moe;
 };
 
 moestream_status ms_plan_open(moestream_plan ** out, const ms_api * api, const char * path,

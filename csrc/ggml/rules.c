@@ -61,10 +61,37 @@ static moestream_status resolve_place(const ms_api * api, ms_rule * rule, const 
 
 /* ---- adding ---- */
 
+/* Patterns come from command lines and files of other people, and the engine recurses once or more per parenthesis. */
+enum { MS_MAX_PATTERN = 1024 };
+
+static moestream_status check_user_pattern(const moestream_rule * r, int number, moestream_error * err) {
+    if (r->pattern == NULL || r->place == NULL || r->pattern[0] == '\0' || r->place[0] == '\0') {
+        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "rule %d has an empty pattern or place", number);
+    }
+    size_t len = strlen(r->pattern);
+    if (len > MS_MAX_PATTERN) {
+        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "rule %d, '%.60s...', has a pattern of %zu bytes, the limit is %d", number, r->pattern,
+                       len, MS_MAX_PATTERN);
+    }
+    /* Such a rule is handed over inside the patterns of the rules behind it (emit), where its groups have other numbers. */
+    if (strcmp(r->place, "DEFAULT") == 0) {
+        for (const char * c = r->pattern; *c != '\0'; c++) {
+            if (*c == '\\' && *++c >= '1' && *c <= '9') {
+                return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "rule %d, '%s', refers back to a group; a DEFAULT rule cannot", number, r->pattern);
+            }
+            if (*c == '\0') {
+                break;
+            }
+        }
+    }
+    return MOESTREAM_OK;
+}
+
 static moestream_status add_rule(moestream_plan * plan, const char * pattern, const char * place, const char * origin,
                                  moestream_error * err) {
     if (plan->n_rules >= plan->max_rules) {
-        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "there are more than %d placement rules, which is all that llama.cpp takes", MS_MAX_RULES);
+        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "there are more than %d placement rules, which is all that llama.cpp takes (the rules "
+                       "made by n_cpu_moe, cpu_moe and streaming count, too)", plan->max_rules);
     }
     ms_rule * rule = &plan->rule[plan->n_rules];
     memset(rule, 0, sizeof(*rule));
@@ -209,10 +236,10 @@ static moestream_status emit(moestream_plan * plan, moestream_error * err) {
 static moestream_status add_user_rules(moestream_plan * plan, const moestream_params * p, moestream_error * err) {
     for (size_t i = 0; i < p->n_rules; i++) {
         const moestream_rule * r = &p->rules[i];
-        if (r->pattern == NULL || r->place == NULL || r->pattern[0] == '\0' || r->place[0] == '\0') {
-            return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "rule %zu has an empty pattern or place", i + 1);
+        moestream_status st = check_user_pattern(r, (int) i + 1, err);
+        if (st == MOESTREAM_OK) {
+            st = add_rule(plan, r->pattern, r->place, "rules", err);
         }
-        moestream_status st = add_rule(plan, r->pattern, r->place, "rules", err);
         if (st != MOESTREAM_OK) {
             return st;
         }
@@ -220,16 +247,22 @@ static moestream_status add_user_rules(moestream_plan * plan, const moestream_pa
     return MOESTREAM_OK;
 }
 
+/* One less than the library says: its number includes the NULL at the end. */
+static int most_rules(const ms_api * api) {
+    size_t most = api->llama_max_tensor_buft_overrides != NULL ? api->llama_max_tensor_buft_overrides() : 0;
+    return most > 1 && most - 1 < MS_MAX_RULES ? (int) most - 1 : MS_MAX_RULES;
+}
+
 moestream_status ms_rules_build(moestream_plan * plan, const moestream_params * p, moestream_error * err) {
     if (p->n_cpu_moe < 0) {
         return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "n_cpu_moe is %d, it must be 0 or more", p->n_cpu_moe);
     }
-    if (p->n_rules > MS_MAX_RULES) {
-        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "%zu placement rules were given, llama.cpp takes at most %d", p->n_rules, MS_MAX_RULES);
+    plan->max_rules = most_rules(plan->api);
+    if (p->n_rules > (size_t) plan->max_rules) {
+        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "%zu placement rules were given, llama.cpp takes at most %d", p->n_rules, plan->max_rules);
     }
     int n_layer = count_blocks(&plan->index);
     /* our own at most four rules come on top; the list as a whole is still bounded by what llama.cpp takes */
-    plan->max_rules = MS_MAX_RULES;
     plan->rule = ms_calloc(p->n_rules + 5 < MS_MAX_RULES ? p->n_rules + 5 : MS_MAX_RULES + 1, sizeof(*plan->rule));
     bool * in = ms_calloc((size_t) n_layer + 1, sizeof(*in));
     moestream_status st = MOESTREAM_OK;

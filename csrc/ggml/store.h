@@ -42,6 +42,10 @@ struct moestream {
     struct moestream_context * contexts; /* those that live; list under totals_lock */
     int32_t * replay;      /* [n_replay][n_layer][n_used] or NULL */
     size_t n_replay;
+    double replay_recall;  /* of the emulated prediction */
+    void ** dense_data;    /* [n_tensors] where dense weights were put, NULL elsewhere */
+    struct ms_router * router; /* [n_groups] */
+    int n_routers;
     char describe[700];
 };
 
@@ -73,6 +77,9 @@ typedef struct ms_op {
     atomic_int first_open;     /* entries before it have no chunk left to hand out */
     bool at_once;              /* every entry had a slot from the start */
     uint64_t started_ns;
+    atomic_uint_fast64_t slots_since_ns; /* when slots were last had */
+    bool leader;               /* first operation of the pass over its layer */
+    atomic_flag predicted;     /* taken by the thread that reads ahead */
     atomic_flag taking;        /* held by the thread that acquires more slots */
     atomic_flag asking;        /* held by the thread that asks the user's abort callback */
 } ms_op;
@@ -82,6 +89,15 @@ typedef struct ms_node {
     struct moestream_context * ctx;
     unsigned char params[GGML_MAX_OP_PARAMS]; /* op_params of the MUL_MAT_ID it was */
 } ms_node;
+
+/* Router of a group's layer, where it lies in our memory (predict.c). */
+typedef struct ms_router {
+    int next_group;               /* -1 behind the last */
+    int64_t n_in;
+    const float * weight;         /* [n_expert][n_in] or NULL */
+    const float * bias;           /* [n_expert] or NULL */
+    const float * selection_bias; /* [n_expert] or NULL */
+} ms_router;
 
 typedef struct ms_scratch ms_scratch; /* per thread, expert_matmul.c */
 
@@ -118,6 +134,14 @@ struct moestream_context {
     size_t replay_token, replay_step; /* token of the recording this pass begins at, tokens of this pass */
     int n_threads;         /* of the last operation */
 
+    /* reading ahead (predict.c); used by the one thread that holds op.predicted */
+    uint64_t pass_tick;    /* what was used since is not evicted for a guess */
+    int32_t * guess;       /* [n_guess_room] */
+    int n_guess_room;
+    float * guess_score;   /* [max experts] */
+    uint64_t guess_random, guess_misses, guess_seen, guess_seen_useful;
+    int guess_quiet, guess_pause;
+
     atomic_bool failed;    /* a call failed; results are not to be used */
     atomic_bool delivered; /* ... and ggml was told to stop: the next question belongs to a new call */
     atomic_bool cancel;
@@ -143,6 +167,11 @@ void ms_scratch_free(moestream_context * ctx);
 /* Room for one operation's activations and rows; called by the hook, before the graph runs. */
 bool ms_matmul_reserve(moestream_context * ctx, const struct ggml_tensor * node);
 
+/* predict.c */
+moestream_status ms_predict_init(moestream * ms, moestream_error * err);
+/* Reads ahead for the layer behind the operation that is running. */
+void ms_predict(moestream_context * ctx);
+
 /* eval_hook.c */
 bool ms_eval_callback(struct ggml_tensor * node, bool ask, void * user);
 bool ms_abort_callback(void * user);
@@ -162,9 +191,14 @@ moestream_status ms_load_model(moestream * ms, struct llama_model ** out, const 
 moestream_status ms_load_file(moestream * ms, void ** out_file, moestream_error * err);
 
 /* budget.c */
-/* Slab size for cache_bytes = 0: what memory is free now, less what the rest will need. */
 /* Memory that can still be had: MemAvailable and cgroup limits. UINT64_MAX where nothing tells. */
 uint64_t ms_memory_room(void);
-uint64_t ms_budget_auto(const moestream_plan * plan, uint64_t reserve);
+/* The same, told by the files of another folder than /proc (meminfo, self/cgroup, self/mountinfo): for tests. */
+uint64_t ms_memory_room_at(const char * proc);
+/* Slab size for cache_bytes = 0: `room` less what loading will take and a reserve (0: chosen by the room). */
+uint64_t ms_budget_auto(const moestream_plan * plan, uint64_t room, uint64_t reserve);
+/* NOMEM, with the numbers, if a slab of `cache_bytes` and the dense weights cannot fit into `room`: said now, rather
+ * than by the kernel's killer later. */
+moestream_status ms_budget_check(const moestream_plan * plan, uint64_t room, uint64_t cache_bytes, moestream_error * err);
 
 #endif

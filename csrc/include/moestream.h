@@ -163,6 +163,7 @@ typedef struct moestream_params {
      * n_replay_tokens * n_layer * n_expert_used numbers, copied; tokens wrap around. Results are then meaningless. */
     const int32_t * replay_ids;
     size_t n_replay_tokens;
+    double replay_recall; /* share of the recorded experts that reading ahead is told before; 0 = it is off under replay */
 } moestream_params;
 
 /* ---- plan: where each tensor goes, from the GGUF header alone -------------------------------------------------- */

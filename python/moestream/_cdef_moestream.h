@@ -78,6 +78,7 @@ typedef struct moestream_params {
     uint64_t reserve_bytes;
     const int32_t * replay_ids;
     size_t n_replay_tokens;
+    double replay_recall;
 } moestream_params;
 typedef struct moestream_plan moestream_plan;
 typedef struct moestream_plan_info {

@@ -1,0 +1,194 @@
+/*
+ * ggml/predict: which experts the next layer will probably choose, asked while this layer computes, so that the disk works
+ * during the attention in between.
+ * For a few tokens: the next layer's router on this layer's FFN input (published recall 71 to 89 %). For many tokens:
+ * nearly every expert will be used, so all of them, in order. Under a replayed routing, where no router's choice counts, the
+ * recorded experts with a stated recall, for benchmarks.
+ * Guarantees: only reads ahead (stream/ahead.c): a wrong guess costs idle disk time, never a bit. Stops asking by itself
+ * while everything is in the cache, and while most guesses are wrong.
+ */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ggml/store.h"
+
+enum {
+    MS_PREDICT_TOKENS = 8,   /* up to here the router is asked; above, all experts are read */
+    MS_LOOK_EVERY = 64,      /* guesses between two looks at how many were right */
+    MS_USEFUL_PERCENT = 25,  /* below it reading ahead pauses */
+    MS_PAUSE_PASSES = 2000   /* layers until it is tried again */
+};
+
+/* ---- routers: dense weights that lie in our own memory ---- */
+
+static const float * dense_f32(const moestream * ms, const char * name, int64_t ne0, int64_t ne1) {
+    int i = ms_index_find(&ms->plan->index, name);
+    if (i < 0 || ms->dense_data == NULL || ms->dense_data[i] == NULL) {
+        return NULL;
+    }
+    const ms_tensor * t = &ms->plan->index.tensor[i];
+    bool fits = t->type == GGML_TYPE_F32 && t->ne[0] == ne0 && t->ne[1] == ne1 && t->ne[2] == 1 && t->ne[3] == 1;
+    return fits ? ms->dense_data[i] : NULL;
+}
+
+/* The group of the nearest later layer with the same number of experts, -1 behind the last. */
+static int group_after(const ms_index * index, int g) {
+    int best = -1;
+    for (int k = 0; k < index->n_groups; k++) {
+        if (index->group[k].layer > index->group[g].layer && index->group[k].n_expert == index->group[g].n_expert &&
+            (best < 0 || index->group[k].layer < index->group[best].layer)) {
+            best = k;
+        }
+    }
+    return best;
+}
+
+moestream_status ms_predict_init(moestream * ms, moestream_error * err) {
+    const ms_index * index = &ms->plan->index;
+    free(ms->router);
+    ms->n_routers = 0;
+    ms->router = ms_calloc((size_t) index->n_groups + 1, sizeof(*ms->router));
+    if (ms->router == NULL) {
+        return ms_fail(err, MOESTREAM_ERR_NOMEM, 0, "no memory for a table of %d routers", index->n_groups);
+    }
+    for (int g = 0; g < index->n_groups; g++) {
+        ms_router * r = &ms->router[g];
+        const ms_group * group = &index->group[g];
+        char name[64];
+        r->next_group = group_after(index, g);
+        snprintf(name, sizeof(name), "blk.%d.ffn_gate_inp.weight", group->layer);
+        int i = ms_index_find(index, name);
+        r->n_in = i >= 0 ? index->tensor[i].ne[0] : 0;
+        r->weight = dense_f32(ms, name, r->n_in, group->n_expert);
+        snprintf(name, sizeof(name), "blk.%d.ffn_gate_inp.bias", group->layer);
+        r->bias = dense_f32(ms, name, group->n_expert, 1);
+        snprintf(name, sizeof(name), "blk.%d.exp_probs_b.bias", group->layer);
+        r->selection_bias = dense_f32(ms, name, group->n_expert, 1);
+        ms->n_routers += r->weight != NULL;
+    }
+    return MOESTREAM_OK;
+}
+
+/* ---- the choice ---- */
+
+/* The n best of score[0..n_expert), best first; few of many, so a simple pass each. */
+static int choose(float * score, int n_expert, int n, int32_t * out) {
+    int found = 0;
+    for (; found < n && found < n_expert; found++) {
+        int best = -1;
+        for (int e = 0; e < n_expert; e++) {
+            if (score[e] > -INFINITY && (best < 0 || score[e] > score[best])) {
+                best = e;
+            }
+        }
+        if (best < 0) {
+            break;
+        }
+        out[found] = best;
+        score[best] = -INFINITY;
+    }
+    return found;
+}
+
+static int ask_router(moestream_context * ctx, const ms_router * r, int group, const struct ggml_tensor * x) {
+    const ms_index * index = &ctx->ms->plan->index;
+    const struct ggml_type_traits_cpu * f32 = ctx->api->ggml_get_type_traits_cpu(GGML_TYPE_F32);
+    int n_expert = index->group[group].n_expert, n_used = index->n_expert_used, n = 0;
+    for (int64_t t = 0; t < x->ne[2]; t++) {
+        const float * in = (const float *) ((const char *) x->data + (size_t) t * x->nb[2]);
+        for (int e = 0; e < n_expert; e++) {
+            float logit = 0;
+            f32->vec_dot((int) r->n_in, &logit, 0, r->weight + (int64_t) e * r->n_in, 0, in, 0, 1);
+            logit += r->bias != NULL ? r->bias[e] : 0;
+            ctx->guess_score[e] = r->selection_bias != NULL ? 1.0f / (1.0f + expf(-logit)) + r->selection_bias[e] : logit;
+        }
+        /* tokens may choose the same expert: the stream passes over what it has */
+        if (n + n_used <= ctx->n_guess_room) {
+            n += choose(ctx->guess_score, n_expert, n_used, ctx->guess + n);
+        }
+    }
+    return n;
+}
+
+static int ask_recording(moestream_context * ctx, int group, int64_t n_tokens) {
+    const moestream * ms = ctx->ms;
+    const ms_index * index = &ms->plan->index;
+    int n = 0;
+    for (int64_t t = 0; t < n_tokens; t++) {
+        for (int k = 0; k < index->n_expert_used && n < ctx->n_guess_room; k++) {
+            size_t token = (ctx->replay_token + (size_t) t) % ms->n_replay;
+            size_t layer = (size_t) index->group[group].layer;
+            int32_t right = ms->replay[(token * (size_t) index->n_layer + layer) * (size_t) index->n_expert_used + (size_t) k];
+            ctx->guess_random = ctx->guess_random * 6364136223846793005u + 1442695040888963407u;
+            bool hit = (double) (ctx->guess_random >> 40) < ms->replay_recall * (double) (1 << 24);
+            ctx->guess[n++] = hit ? right : (int32_t) ((ctx->guess_random >> 20) % (uint64_t) index->group[group].n_expert);
+        }
+    }
+    return n;
+}
+
+static int ask_for_all(moestream_context * ctx, int group) {
+    int n = ctx->ms->plan->index.group[group].n_expert;
+    n = n < ctx->n_guess_room ? n : ctx->n_guess_room;
+    for (int e = 0; e < n; e++) {
+        ctx->guess[e] = e;
+    }
+    return n;
+}
+
+/* ---- whether to ask ---- */
+
+/* Nothing was missed for two tokens: then there is nothing to win. */
+static bool all_cached(moestream_context * ctx) {
+    if (ctx->total.n_misses != ctx->guess_misses) {
+        ctx->guess_misses = ctx->total.n_misses;
+        ctx->guess_quiet = 0;
+    } else {
+        ctx->guess_quiet++;
+    }
+    return ctx->guess_quiet > 2 * ctx->ms->plan->index.n_groups;
+}
+
+static bool paused(moestream_context * ctx) {
+    if (ctx->guess_pause > 0) {
+        ctx->guess_pause--;
+        return true;
+    }
+    uint64_t made = ctx->total.n_prefetch - ctx->guess_seen, useful = ctx->total.n_prefetch_useful - ctx->guess_seen_useful;
+    if (made < MS_LOOK_EVERY) {
+        return false;
+    }
+    ctx->guess_seen = ctx->total.n_prefetch;
+    ctx->guess_seen_useful = ctx->total.n_prefetch_useful;
+    if (useful * 100 < made * MS_USEFUL_PERCENT) {
+        ctx->guess_pause = MS_PAUSE_PASSES;
+        ms_log(MS_LOG_INFO, "reading ahead pauses: %llu of the last %llu guesses were used", (unsigned long long) useful,
+               (unsigned long long) made);
+    }
+    return ctx->guess_pause > 0;
+}
+
+void ms_predict(moestream_context * ctx) {
+    moestream * ms = ctx->ms;
+    const ms_op * op = &ctx->op;
+    const struct ggml_tensor * x = op->dst->src[1];
+    int64_t n_tokens = op->dst->src[2]->ne[1];
+    int next = ms->router[op->group].next_group, n = 0;
+    if (!ms->prefetch || next < 0 || !ctx->pass_all) {
+        return;
+    }
+    if (n_tokens > MS_PREDICT_TOKENS) {
+        n = ask_for_all(ctx, next); /* at each operation of the pass: what did not fit into the queue before */
+    } else if (!op->leader || all_cached(ctx) || paused(ctx)) {
+        return;
+    } else if (ms->replay != NULL) {
+        n = ask_recording(ctx, next, n_tokens);
+    } else if (ms->router[next].weight != NULL && x->ne[0] == ms->router[next].n_in && x->ne[1] == 1) {
+        n = ask_router(ctx, &ms->router[next], next, x);
+    }
+    if (n > 0) {
+        ms_stream_prefetch(ms->stream, next, ctx->guess, n, ctx->pass_tick, &ctx->total);
+    }
+}
