@@ -1,5 +1,5 @@
-# For C and other languages, beside the Python package and part of it: the prefix is the package's folder, with include/,
-# _lib/, lib/pkgconfig/moestream.pc and lib/cmake/moestream. Without Python:
+# For C and other languages, beside the Python package and part of it: the prefix is the package's folder, with
+# include/, _lib/, lib/pkgconfig/moestream.pc and lib/cmake/moestream. Without Python:
 #   cmake -S . -B build -DMOESTREAM_BUILD_PYTHON=OFF && cmake --build build && cmake --install build --prefix P
 # and the prefix is P/moestream.
 include(CMakePackageConfigHelpers)

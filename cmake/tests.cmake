@@ -62,6 +62,32 @@ foreach(MS_FILE ${MS_TEST_FILES})
     set_tests_properties(${MS_NAME} PROPERTIES TIMEOUT 600 SKIP_RETURN_CODE 77 ENVIRONMENT "${MS_TEST_ENVIRONMENT}")
 endforeach()
 
+# Deliberate defects: the rooms under the stream are built once more with each, and the named test has to fail.
+if(NOT MOESTREAM_SANITIZE AND NOT MOESTREAM_MUTATE)
+    file(GLOB MS_MUTANT_SOURCES CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/stream/*.c"
+        "${PROJECT_SOURCE_DIR}/csrc/cache/*.c" "${PROJECT_SOURCE_DIR}/csrc/io/*.c" "${PROJECT_SOURCE_DIR}/csrc/base/*.c")
+    foreach(MS_CASE
+            "PUBLISH_EARLY;nothing_is_published_before_its_bytes_are_there"
+            "SKIP_PIN;leased_slots_keep_their_bytes_when_all_others_are_used_up"
+            "WINDOW_OFF_BY_ONE;slices_are_the_files_bytes_in_any_order_of_completion"
+            "STALE_SLOT;a_slot_given_to_another_expert_holds_the_other_experts_bytes")
+        list(GET MS_CASE 0 MS_DEFECT)
+        list(GET MS_CASE 1 MS_NOTICED_BY)
+        string(TOLOWER "mutant_${MS_DEFECT}" MS_NAME)
+        add_executable(${MS_NAME} EXCLUDE_FROM_ALL "${PROJECT_SOURCE_DIR}/tests/c/stream_test.c"
+            "${PROJECT_SOURCE_DIR}/tests/support/fake_reader.c" ${MS_MUTANT_SOURCES})
+        ms_own_code(${MS_NAME})
+        set_target_properties(${MS_NAME} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/tests")
+        target_compile_options(${MS_NAME} PRIVATE -UNDEBUG)
+        target_compile_definitions(${MS_NAME} PRIVATE "MS_MUTATE_${MS_DEFECT}")
+        target_include_directories(${MS_NAME} PRIVATE ${MS_TEST_INCLUDES})
+        target_link_libraries(${MS_NAME} PRIVATE ms_uring Threads::Threads m)
+        add_dependencies(ms_tests ${MS_NAME})
+        add_test(NAME ${MS_NAME} COMMAND ${MS_NAME} ${MS_NOTICED_BY})
+        set_tests_properties(${MS_NAME} PROPERTIES TIMEOUT 120 PASS_REGULAR_EXPRESSION "FAIL  ${MS_NOTICED_BY}")
+    endforeach()
+endif()
+
 # The public header alone, as a caller meets it.
 foreach(MS_CASE "c;-std=c11" "c++;-std=c++17")
     list(GET MS_CASE 0 MS_LANGUAGE)

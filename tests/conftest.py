@@ -14,6 +14,17 @@ from moestream import demo
 HERE = pathlib.Path(__file__).resolve().parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--full`: identity tests run every combination instead of a rotation that covers every pair."""
+    parser.addoption("--full", action="store_true", help="run every combination of the identity matrix")
+
+
+@pytest.fixture(scope="session")
+def full_matrix(request: pytest.FixtureRequest) -> bool:
+    """Whether --full was given."""
+    return bool(request.config.getoption("--full"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Watch for skips (see support/expected_skips.py)."""
     config.pluginmanager.register(expected_skips.ExpectedSkips(HERE / "expected_skips.txt"), "expected-skips")

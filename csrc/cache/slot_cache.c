@@ -238,6 +238,7 @@ static void detach(ms_slot_cache * cache, ms_slot * s) {
     s->group = -1;
     s->expert = -1;
     s->prefetched = false;
+    s->passing = false;
 }
 
 int ms_slot_assign(ms_slot_cache * cache, int group, int expert, uint64_t spare_after) {
@@ -264,6 +265,7 @@ void ms_slot_touch(ms_slot_cache * cache, int slot) {
     MS_ASSERT(s->group >= 0);
     cache->tick++;
     s->used_at = cache->tick;
+    s->passing = false;
     move_to_head(cache, slot);
     if (cache->policy == MS_POLICY_DECAY) {
         int at = expert_at(cache, s->group, s->expert);

@@ -36,6 +36,7 @@ typedef struct ms_slot {
     int32_t reading; /* slices in flight */
     int32_t prev, next; /* LRU list of the class, most recent first; -1 ends */
     uint64_t used_at;   /* tick of the last demand use, or of the assignment; 0: forgotten */
+    bool passing;       /* taken by a scan (a warm-up selects every expert): goes first once released; touch clears it */
     bool prefetched;    /* read ahead and not yet asked for: the caller sets and clears it, eviction clears it */
     atomic_uchar state[MS_SLOT_SLICES];
 } ms_slot;

@@ -123,8 +123,8 @@ static void on_llama_log(enum ggml_log_level level, const char * text, void * us
 
 moestream_status moestream_log_capture(void * libllama, int32_t level, moestream_error * err) {
     const ms_api * api = NULL;
-    if (level < MS_LOG_DEBUG || level > MS_LOG_ERROR) {
-        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "log level is %d, it must be 1 (debug) to 4 (error)", level);
+    if (level < MS_LOG_DEBUG || level > MS_LOG_ERROR + 1) { /* one more than any line has: keep none */
+        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "log level is %d, it must be 1 (debug) to 4 (error), or 5 (nothing)", level);
     }
     moestream_status st = ms_api_bind(&api, libllama, err);
     if (st == MOESTREAM_OK) {
@@ -408,7 +408,11 @@ moestream_status moestream_resize(moestream * ms, uint64_t cache_bytes, moestrea
     if (ms == NULL || ms->stream == NULL) {
         return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "there is no cache to resize: the store is NULL or not streaming");
     }
-    return ms_stream_resize(ms->stream, cache_bytes, err);
+    moestream_status st = ms_stream_resize(ms->stream, cache_bytes, err);
+    if (st == MOESTREAM_OK) {
+        ms_store_describe(ms);
+    }
+    return st;
 }
 
 moestream_status moestream_measure_disk(moestream * ms, uint64_t bytes, double * bytes_per_s, moestream_error * err) {

@@ -41,7 +41,10 @@ static moestream_status open_bundled(void ** out, moestream_error * err) {
     own_directory(dir, sizeof(dir));
     snprintf(path, sizeof(path), "%s/libllama.so", dir);
     const char * file = given != NULL && given[0] != '\0' ? given : sizeof(MS_LLAMA_LIBRARY) > 1 ? MS_LLAMA_LIBRARY : path;
-    void * handle = dlopen(file, RTLD_NOW | RTLD_LOCAL);
+    /* Somebody has put a ggml into the global scope, where it would come before our own libraries: then ours look among
+     * themselves first. Not otherwise: it would also hide an allocator that the user preloads. */
+    bool other = sizeof(MS_SANITIZE) == 1 && dlsym(RTLD_DEFAULT, "ggml_init") != NULL;
+    void * handle = dlopen(file, RTLD_NOW | RTLD_LOCAL | (other ? RTLD_DEEPBIND : 0));
     if (handle == NULL) {
         const char * why = dlerror();
         return ms_fail(err, MOESTREAM_ERR_IO, 0, "could not load '%s': %s", file, why != NULL ? why : "unknown reason");

@@ -155,6 +155,8 @@ static ggml_backend_buffer_t type_alloc(ggml_backend_buffer_type_t type, size_t 
     bool reserve = experts && ms->loading;
     moestream_error e = {.struct_size = sizeof(e)};
     if (b == NULL) {
+        ms_fail(&e, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for the description of a buffer");
+        load_failed(ms, &e);
         return NULL;
     }
     b->ms = ms;
@@ -168,6 +170,9 @@ static ggml_backend_buffer_t type_alloc(ggml_backend_buffer_type_t type, size_t 
         b->base = NULL;
     } else if (reserve) {
         b->materialized = ms_calloc((size_t) ms->plan->index.n_banks + 1, sizeof(bool));
+        if (b->materialized == NULL) {
+            ms_fail(&e, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for the state of %d expert tensors", ms->plan->index.n_banks);
+        }
     } else {
         madvise(b->base, b->bytes, MADV_HUGEPAGE); /* best effort */
     }

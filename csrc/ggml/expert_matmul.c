@@ -157,7 +157,7 @@ static bool sort_rows(moestream_context * ctx, const struct ggml_tensor * ids, i
 }
 
 static ms_demand demand_of(const moestream_context * ctx, bool leader) {
-    return (ms_demand) {.group = ctx->op.group, .slice = ctx->op.slice, .leader = leader, .all_slices = leader && ctx->pass_all};
+    return (ms_demand) {.group = ctx->op.group, .slice = ctx->op.slice, .leader = leader, .scan = ctx->op.scan, .all_slices = leader && ctx->pass_all};
 }
 
 /* Acquires slots for the entries that have none, as many as there is room for. Thread 0 before the barrier; later any
@@ -230,6 +230,8 @@ static void start(moestream_context * ctx, const struct ggml_tensor * dst, int b
     atomic_store_explicit(&op->slots_since_ns, op->started_ns, memory_order_relaxed);
     bool leader = begin_pass(ctx);
     op->leader = leader;
+    int n_used = ctx->ms->plan->index.n_expert_used;
+    op->scan = n_used > 0 && dst->src[2]->ne[0] > n_used;
     atomic_flag_clear_explicit(&op->predicted, memory_order_relaxed);
     if (atomic_load(&ctx->failed)) {
         op->n_entries = 0;
@@ -245,7 +247,7 @@ static void start(moestream_context * ctx, const struct ggml_tensor * dst, int b
     }
     if (leader) {
         ctx->pass_tick = ms_stream_tick(ctx->ms->stream) + 1;
-        ctx->pass_all = ms_stream_fits(ctx->ms->stream, op->group, op->n_entries);
+        ctx->pass_all = !op->scan && ms_stream_fits(ctx->ms->stream, op->group, op->n_entries);
     }
     op->chunk_rows = chunk_rows(dst, op->n_entries, nth);
     op->n_chunks = (int) ((dst->src[0]->ne[1] + op->chunk_rows - 1) / op->chunk_rows);

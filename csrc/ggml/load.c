@@ -129,6 +129,12 @@ static void destroy(moestream * ms) {
     free(ms);
 }
 
+void ms_store_describe(moestream * ms) {
+    snprintf(ms->describe, sizeof(ms->describe), "%s; dense weights %s",
+             ms->stream != NULL ? ms_stream_describe(ms->stream) : "not streaming",
+             ms->stream != NULL && ms->dense_anon ? "in anonymous memory" : "as llama.cpp places them");
+}
+
 moestream_status ms_store_open(moestream ** out, const char * path, const moestream_params * p, moestream_error * err) {
     const ms_api * api = NULL;
     moestream_status st = check_params(p, err);
@@ -166,8 +172,8 @@ moestream_status ms_store_open(moestream ** out, const char * path, const moestr
         destroy(ms);
         return st;
     }
-    snprintf(ms->describe, sizeof(ms->describe), "%s; dense weights %s", ms->stream != NULL ? ms_stream_describe(ms->stream) : "not streaming",
-             ms->stream != NULL && p->dense == MOESTREAM_DENSE_ANON ? "in anonymous memory" : "as llama.cpp places them");
+    ms->dense_anon = p->dense == MOESTREAM_DENSE_ANON;
+    ms_store_describe(ms);
     *out = ms;
     return MOESTREAM_OK;
 }

@@ -140,6 +140,13 @@ static int ask_for_all(moestream_context * ctx, int group) {
 
 /* ---- whether to ask ---- */
 
+/* Would so many tokens, choosing at random, leave less than a tenth of the experts unused? */
+static bool nearly_all_used(const ms_index * index, int group, int64_t n_tokens) {
+    double unused = 1.0 - (double) index->n_expert_used / (double) index->group[group].n_expert;
+    return unused <= 0 || pow(unused, (double) n_tokens) < 0.1;
+}
+
+
 /* Nothing was missed for two tokens: then there is nothing to win. */
 static bool all_cached(moestream_context * ctx) {
     if (ctx->total.n_misses != ctx->guess_misses) {
@@ -177,6 +184,9 @@ void ms_predict(moestream_context * ctx) {
     int64_t n_tokens = op->dst->src[2]->ne[1];
     int next = ms->router[op->group].next_group, n = 0;
     if (!ms->prefetch || next < 0 || !ctx->pass_all) {
+        return;
+    }
+    if (n_tokens > MS_PREDICT_TOKENS && !nearly_all_used(&ms->plan->index, next, n_tokens)) {
         return;
     }
     if (n_tokens > MS_PREDICT_TOKENS) {

@@ -106,8 +106,8 @@ static moestream_status check_buffers(ms_api * api, moestream_error * err) {
         REFUSE("buffer types of '%s' (ggml %s, commit %s) have another layout than we rely on", api->path, api->version,
                api->commit);
     }
-    /* Which layout: an empty vtable of the longer kind, then look where the library kept the buffer type. This buffer is
-     * never freed: freeing it would call through a vtable we do not know yet. Once per library, some hundred bytes. */
+    /* Which layout: an empty vtable of the longer kind, then look where the library kept the buffer type. Empty as it is,
+     * in either layout, freeing it calls nothing. */
     ms_buffer_i none;
     memset(&none, 0, sizeof(none));
     char * b = (char *) api->buffer_init(t, none, probe_memory, sizeof(probe_memory));
@@ -119,6 +119,7 @@ static moestream_status check_buffers(ms_api * api, moestream_error * err) {
     }
     api->layout_b = at_b;
     api->buft_offset = at_b ? MS_BUFT_OFFSET_B : MS_BUFT_OFFSET_A;
+    api->ggml_backend_buffer_free((ggml_backend_buffer_t) b);
 
     ms_buffer_i iface;
     memset(&iface, 0, sizeof(iface));

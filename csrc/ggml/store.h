@@ -46,7 +46,8 @@ struct moestream {
     void ** dense_data;    /* [n_tensors] where dense weights were put, NULL elsewhere */
     struct ms_router * router; /* [n_groups] */
     int n_routers;
-    char describe[700];
+    bool dense_anon;
+    char describe[700];    /* changes with a resize only */
 };
 
 /* ---- one expert matmul at a time ---- */
@@ -79,6 +80,7 @@ typedef struct ms_op {
     uint64_t started_ns;
     atomic_uint_fast64_t slots_since_ns; /* when slots were last had */
     bool leader;               /* first operation of the pass over its layer */
+    bool scan;                 /* more experts per token than the model uses */
     atomic_flag predicted;     /* taken by the thread that reads ahead */
     atomic_flag taking;        /* held by the thread that acquires more slots */
     atomic_flag asking;        /* held by the thread that asks the user's abort callback */
@@ -182,6 +184,8 @@ void ms_context_fail(moestream_context * ctx, const moestream_error * error);
 
 /* load.c */
 moestream_status ms_store_open(moestream ** out, const char * path, const moestream_params * params, moestream_error * err);
+/* Writes ms->describe anew. */
+void ms_store_describe(moestream * ms);
 moestream_status ms_store_close(moestream * ms, moestream_error * err);
 moestream_status ms_load_begin(moestream * ms, moestream_error * err);
 moestream_status ms_load_end(moestream * ms, const struct llama_model * model, moestream_error * err);

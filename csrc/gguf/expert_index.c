@@ -10,6 +10,8 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include "gguf/gguf_check.h"
+
 enum { MS_GGUF_VERSION = 3, MS_MAX_TENSORS = 1 << 20, MS_MAX_EXPERTS = 1 << 16 };
 
 /* ---- one file ---- */
@@ -50,6 +52,9 @@ static moestream_status check_magic(const char * path, uint64_t * file_bytes, mo
 static moestream_status open_gguf(ms_gguf ** out, const ms_gguf_api * api, const char * path, uint64_t * file_bytes,
                                   moestream_error * err) {
     moestream_status st = check_magic(path, file_bytes, err);
+    if (st == MOESTREAM_OK) {
+        st = ms_gguf_check(path, *file_bytes, err);
+    }
     if (st != MOESTREAM_OK) {
         return st;
     }
@@ -210,6 +215,9 @@ static moestream_status add_shards(ms_index * index, const ms_gguf_api * api, in
         if (!api->get_int(g, "split.no", &found) || found != no) {
             st = ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "'%s' should be shard %d of %d, but says it is shard %lld", path, no + 1, count,
                          (long long) found + 1);
+        } else if (!api->get_int(g, "split.count", &found) || found != count) {
+            st = ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "'%s' is shard %d of %lld, not of %d: it belongs to another split", path, no + 1,
+                         (long long) found, count);
         } else {
             st = add_file(index, api, g, no, err);
         }

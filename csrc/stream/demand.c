@@ -215,23 +215,33 @@ static void count(moestream_stats * counts, ms_slot * slot, bool found, bool in_
     }
 }
 
+static int scan_slots(const ms_stream * s) {
+    return s->index->n_expert_used > 0 ? s->index->n_expert_used : 1;
+}
+
 int ms_stream_acquire(ms_stream * s, const ms_demand * d, const int32_t * experts, int n, int32_t * slots,
                       moestream_stats * counts) {
     moestream_stats mine = {0};
-    int n_slices = s->index->group[d->group].n_slices, got = 0;
+    int n_slices = s->index->group[d->group].n_slices, got = 0, n_fresh = 0;
     pthread_mutex_lock(&s->lock);
     for (; got < n; got++) {
         int slot = ms_slot_find(&s->cache, d->group, experts[got]);
-        if (slot < 0) {
-            slot = ms_slot_assign(&s->cache, d->group, experts[got], 0);
+        bool fresh = slot < 0;
+        if (fresh) {
+            /* a scan takes a few slots at a time and gives the same ones up again */
+            slot = d->scan && n_fresh >= scan_slots(s) ? -1 : ms_slot_assign(&s->cache, d->group, experts[got], 0);
             if (slot < 0) {
                 break;
             }
+            n_fresh++;
+            s->cache.slot[slot].passing = d->scan;
         }
 #ifndef MS_MUTATE_SKIP_PIN
         ms_slot_pin(&s->cache, slot);
 #endif
-        ms_slot_touch(&s->cache, slot);
+        if (!d->scan) {
+            ms_slot_touch(&s->cache, slot);
+        }
         s->n_pinned++;
         bool found = ms_stream_request_locked(s, slot, d->slice, &s->demand, &mine);
         slots[got] = slot;
@@ -317,6 +327,9 @@ void ms_stream_release(ms_stream * s, int slice, const int32_t * slots, int n) {
         ms_slot_unpin(&s->cache, slots[i]);
 #endif
         s->n_pinned--;
+        if (s->cache.slot[slots[i]].passing && s->cache.slot[slots[i]].pins == 0) {
+            ms_slot_demote(&s->cache, slots[i]);
+        }
         if (s->options.cache_none && s->cache.slot[slots[i]].pins == 0 &&
             ms_slot_state(&s->cache, slots[i], slice) == MS_READY) {
             ms_slot_clear(&s->cache, slots[i], slice);

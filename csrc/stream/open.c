@@ -103,8 +103,8 @@ static void describe(ms_stream * s) {
         direct += atomic_load(&s->file[i].direct);
     }
     snprintf(s->describe, sizeof(s->describe),
-             "streaming %" PRIu64 " experts of %d layers, %.2f GiB, through a cache of %.2f GiB (%d slots in %d sizes%s); %s, depth %d, "
-             "%d of %d files read directly%s", experts, s->index->n_groups, (double) bytes / (1 << 30), (double) s->slab.bytes / (1 << 30),
+             "streaming %" PRIu64 " experts of %d layers, %.1f MiB, through a cache of %.1f MiB (%d slots, %d slot size(s)%s); %s, depth %d, "
+             "%d of %d files read directly%s", experts, s->index->n_groups, (double) bytes / (1 << 20), (double) s->slab.bytes / (1 << 20),
              s->slab.total_slots, s->slab.n_classes, s->slab.huge ? ", huge pages" : "", s->reader->ops->name, s->depth,
              direct, s->n_files, s->options.cache_none ? ", nothing kept between operations" : "");
 }
@@ -203,8 +203,8 @@ moestream_status ms_stream_open(ms_stream ** out, const ms_index * index, const 
     }
     describe(s);
     if (!options->cache_none && s->slab.bytes < s->sizes.cycle_bytes) {
-        ms_log(MS_LOG_WARN, "the cache of %.2f GiB is smaller than what one token touches (%.2f GiB): nearly every expert will be read "
-               "again for each token", (double) s->slab.bytes / (1 << 30), (double) s->sizes.cycle_bytes / (1 << 30));
+        ms_log(MS_LOG_WARN, "the cache of %.1f MiB is smaller than what one token touches (%.1f MiB): nearly every expert will be read "
+               "again for each token", (double) s->slab.bytes / (1 << 20), (double) s->sizes.cycle_bytes / (1 << 20));
     }
     *out = s;
     return MOESTREAM_OK;

@@ -156,10 +156,3 @@ uint64_t ms_stream_in_use(ms_stream * s) {
     pthread_mutex_unlock(&s->lock);
     return n;
 }
-
-uint64_t ms_stream_read_bytes(ms_stream * s) {
-    pthread_mutex_lock(&s->lock);
-    uint64_t n = s->stats.read_bytes;
-    pthread_mutex_unlock(&s->lock);
-    return n;
-}

@@ -58,6 +58,7 @@ typedef struct ms_demand {
     int group;
     int slice;     /* the slice needed now */
     bool leader;   /* first operation of this pass over the group: hits and misses are counted here */
+    bool scan;     /* more experts per token than the model uses (a warm-up): must not push out what is in use */
     bool all_slices; /* request the group's other slices too, behind this one */
 } ms_demand;
 

@@ -33,6 +33,7 @@ from moestream.generation import Generation
 from moestream.logs import set_log_level
 from moestream.model import Model, device_names
 from moestream.placement import Placement, Plan, plan
+from moestream.rpc import add_rpc_server, remove_rpc_server
 from moestream.stream import Stream
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "Stream",
     "TruncatedError",
     "UnsupportedError",
+    "add_rpc_server",
     "build_info",
     "device_names",
     "features",
@@ -64,5 +66,6 @@ __all__ = [
     "lib",
     "libraries",
     "plan",
+    "remove_rpc_server",
     "set_log_level",
 ]

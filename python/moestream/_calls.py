@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,12 +19,19 @@ if TYPE_CHECKING:
     from moestream.model import ModelHandles
 
 
+def refuse_after_fork(pid: int) -> None:
+    """Raises ClosedError in a child of the process that loaded: its threads are not there, and its reader is shared."""
+    if pid != os.getpid():
+        raise ClosedError("the model was loaded before this process was forked; load it again in the child")
+
+
 class ContextHandles:
     """The hook, the llama_context and the threadpools of one context. Frees them once, in order."""
 
     def __init__(self, model: ModelHandles) -> None:
         null = native.ffi.NULL
         self.model = model
+        self.pid = os.getpid()
         self.hook: Any = null
         self.context: Any = null
         self.pools: list[Any] = []
@@ -41,6 +50,8 @@ class ContextHandles:
 
     def free(self, timeout: float = -1) -> None:
         """Waits for the call in flight, then frees; with a timeout, leaks rather than frees under a running call."""
+        if self.pid != os.getpid():
+            return  # freeing would wait for threads that were not forked along
         if not self.call_lock.acquire(timeout=timeout):
             return
         try:
@@ -80,6 +91,7 @@ class Call:
 
     def __enter__(self) -> Any:
         handles = self._handles
+        refuse_after_fork(handles.pid)
         handles.call_lock.acquire()
         if handles.closed or handles.in_call:
             handles.call_lock.release()
@@ -92,6 +104,30 @@ class Call:
     def __exit__(self, *_: object) -> None:
         self._handles.in_call = False
         self._handles.call_lock.release()
+
+
+class _Helper:
+    """One thread for the calls of the main thread. It stays: a reader's kernel cancels what a thread that ended had
+    asked for, and starting one for each token would cost more than the rest of the call."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="moestream-decode", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self.jobs.get()()
+
+
+_helper: _Helper | None = None
+
+
+def _hand_over(job: Callable[[], None]) -> None:
+    global _helper
+    if _helper is None or _helper.pid != os.getpid():
+        _helper = _Helper()
+    _helper.jobs.put(job)
 
 
 def in_helper_thread(work: Callable[[], int], cancel: Callable[[], None]) -> int:
@@ -113,14 +149,13 @@ def in_helper_thread(work: Callable[[], int], cancel: Callable[[], None]) -> int
         finally:
             done.set()
 
-    thread = threading.Thread(target=run, name="moestream-decode")
     launched = False
     interrupted: BaseException | None = None
     while True:
         try:
             if not launched:
                 launched = True
-                thread.start()
+                _hand_over(run)
             if interrupted is not None:
                 cancel()
                 if claim.acquire(blocking=False):

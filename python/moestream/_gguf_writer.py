@@ -165,7 +165,7 @@ def write_gguf(
     tensors: Sequence[TensorSource],
     *,
     alignment: int = 32,
-    on_bytes: Callable[[int], None] | None = None,
+    on_bytes: Callable[[int], object] | None = None,
 ) -> WrittenFile:
     """Write one GGUF file and rename it to `path`.
 

@@ -112,6 +112,15 @@ def bind() -> None:
             return
         err = new_error()
         check(_raw.moestream_bind(ffi.NULL, err), err)
+        # A struct passed by value in another layout is a crash, so this comes before any function that takes one.
+        found = _sized_json(lambda buf, n: _raw.moestream_features(ffi.NULL, buf, n))
+        if not found["params_match"]:
+            raise errors.UnsupportedError(
+                f"this moestream was built for llama.cpp {found['built_for']}, the library that was loaded, "
+                f"{found['libllama']}, is {found['ggml_commit'] or 'of an unknown commit'} (ggml "
+                f"{found['ggml_version'] or 'unknown'}): {found['params_why']}. Rebuild moestream against it "
+                "(MOESTREAM_LLAMA_DIR), or unset MOESTREAM_LIBLLAMA"
+            )
         missing = _raw.ms_native_bind(_raw.moestream_bundled_llama())
         if missing != ffi.NULL:
             raise errors.UnsupportedError(

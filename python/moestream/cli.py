@@ -20,11 +20,13 @@ from moestream import bench, doctor, host, verify
 from moestream.cli_options import (
     UsageError,
     add_context_options,
+    add_load_options,
     add_place_options,
     add_stream_options,
     chosen_stream,
     context_arguments,
     expert_plan,
+    load_arguments,
     place_arguments,
 )
 from moestream.errors import MoestreamError
@@ -58,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run_options(run)
     add_stream_options(run)
     add_place_options(run)
+    add_load_options(run)
     add_context_options(run)
     run.set_defaults(call=cmd_run)
 
@@ -66,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     made = command("plan", "Show where each tensor would go, without reading weights.")
     made.add_argument("--tensors", action="store_true", help="list every tensor")
+    made.add_argument("--layers", action="store_true", help="list every block")
     add_stream_options(made)
     add_place_options(made)
     made.set_defaults(call=cmd_plan)
@@ -119,7 +123,7 @@ def cmd_run(args: argparse.Namespace) -> int:
     made = plan(args.model, **placed)
     stream = chosen_stream(args, made)
     started = time.monotonic()
-    with Model(args.model, stream=stream, progress=show_bars(args), **placed) as model:
+    with Model(args.model, stream=stream, progress=show_bars(args), **placed, **load_arguments(args)) as model:
         load_s = time.monotonic() - started
         if not args.json:
             note(model.describe())
@@ -180,14 +184,22 @@ def cmd_plan(args: argparse.Namespace) -> int:
     if args.json:
         print_json(made.as_dict())
         return 0
-    print_plan(made, args.tensors)
+    print_plan(made, args.tensors, args.layers)
     return 0
 
 
-def print_plan(made: Plan, tensors: bool) -> None:
+def print_plan(made: Plan, tensors: bool, layers: bool) -> None:
     """A plan for people."""
+    experts, dense = made.expert_bytes_by_place, made.dense_bytes_by_place
     for place, size in sorted(made.bytes_by_place.items(), key=lambda item: -item[1]):
-        print(f"{place:12} {format_bytes(size)}")
+        parts = f"experts {format_bytes(experts.get(place, 0))}, other weights {format_bytes(dense.get(place, 0))}"
+        print(f"{place:12} {format_bytes(size):>10}  ({parts})")
+    if layers:
+        for row in made.layers:
+            name = "outside blocks" if row.layer is None else f"block {row.layer}"
+            sides = [("experts", row.experts), ("other", row.dense)]
+            texts = [f"{side} {format_bytes(n)} {place}" for side, held in sides for place, n in held.items()]
+            print(f"{name:14}  " + ", ".join(texts))
     for i, rule in enumerate(made.rules):
         print(f"rule {i} ({rule.origin}): {rule.pattern} -> {rule.place}: {rule.n_matched} tensors, ", end="")
         print(format_bytes(rule.bytes))

@@ -46,7 +46,68 @@ def add_place_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--override", "-ot", action="append", metavar="PATTERN=PLACE", help="rule tried before the others; may repeat"
     )
-    group.add_argument("--strict", action="store_true", help="a rule that matches nothing is an error")
+    group.add_argument(
+        "--cpu-moe-layers", type=_numbers, metavar="LIST", help='experts of these blocks in CPU memory: "0,1,24-27"'
+    )
+    group.add_argument(
+        "--expert-layers",
+        action="append",
+        type=_layers_of_place,
+        metavar="PLACE=LIST",
+        help='experts of these blocks in this place: "RPC0[host:port]=0-3"; may repeat',
+    )
+    group.add_argument("--rpc", metavar="SERVERS", help="host:port of ggml RPC servers to use, with commas between")
+    group.add_argument("--strict", action="store_true", help="what deserves a warning is an error")
+
+
+def add_load_options(parser: argparse.ArgumentParser) -> None:
+    """How llama.cpp reads the file and shares the model out over devices."""
+    group = parser.add_argument_group("loading, as in llama.cpp")
+    group.add_argument("--load-mode", metavar="MODE", help="auto, none, mmap, mlock, mmap+mlock, dio (default: auto)")
+    group.add_argument("--device", metavar="NAMES", help="devices to use, with commas between (default: all)")
+    group.add_argument("--split-mode", choices=["none", "layer", "row", "tensor"], help="how devices share the model")
+    group.add_argument("--main-gpu", type=int, metavar="I", help="the device for everything with --split-mode none")
+    group.add_argument("--tensor-split", type=_shares, metavar="LIST", help='share of each device: "3,1"')
+
+
+def _numbers(text: str) -> list[int]:
+    """Block numbers: "0,1,24-27"."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or len(first) > 9 or len(last) > 9:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of block numbers such as 0,1,24-27")
+        end = int(last) if dash else int(first)
+        if end - int(first) > 100_000:
+            raise argparse.ArgumentTypeError(f"{part.strip()!r} is a range of too many blocks")
+        found += range(int(first), end + 1)
+    return found
+
+
+def _layers_of_place(text: str) -> tuple[str, list[int]]:
+    place, equals, layers = text.rpartition("=")
+    if not equals or not place.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form PLACE=LIST")
+    return place.strip(), _numbers(layers)
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        return [float(share) for share in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 3,1") from None
+
+
+def load_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Loading options that were given, as arguments of Model."""
+    given = {
+        "load_mode": args.load_mode,
+        "devices": None if args.device is None else [name.strip() for name in args.device.split(",")],
+        "split_mode": args.split_mode,
+        "main_gpu": args.main_gpu,
+        "tensor_split": args.tensor_split,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def add_context_options(parser: argparse.ArgumentParser) -> None:
@@ -68,14 +129,23 @@ def given_stream_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def place_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Placement options as arguments of Model and plan."""
+    """Placement options as arguments of Model and plan; makes the RPC servers' devices known first."""
     from moestream.placement import parse_overrides
+    from moestream.rpc import add_rpc_server
 
+    for endpoint in (args.rpc or "").split(","):
+        if endpoint.strip():
+            add_rpc_server(endpoint.strip())
+    expert_layers: dict[str, list[int]] = {}
+    for place, layers in args.expert_layers or []:
+        expert_layers.setdefault(place, []).extend(layers)
     rules = [rule for text in args.override or [] for rule in parse_overrides(text)]
     return {
         "n_gpu_layers": args.n_gpu_layers,
         "cpu_moe": args.cpu_moe,
         "n_cpu_moe": args.n_cpu_moe,
+        "cpu_moe_layers": args.cpu_moe_layers,
+        "expert_layers": expert_layers or None,
         "overrides": rules,
         "strict": args.strict,
     }

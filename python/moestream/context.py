@@ -3,8 +3,9 @@
 A failed call leaves the context as it was before it, so that a retry is right. Logits are copied once, out of
 llama.cpp's buffer, because the next call overwrites that buffer; `generate` samples in place and copies nothing.
 
-Interrupts: prompts are decoded in a helper thread while the main thread waits, so Ctrl-C stops them between two nodes
-of the graph. A single token is decoded in the calling thread, and Ctrl-C acts after it (see `_decode_batch`).
+Interrupts: prompts, and everything that may wait for a disk, are decoded in a helper thread while the main thread
+waits, so Ctrl-C stops them between two nodes of the graph or while reads are awaited. A single token of a resident
+model is decoded in the calling thread, and Ctrl-C acts after it (see `_decode_batch`).
 """
 
 from __future__ import annotations
@@ -246,7 +247,7 @@ class Context:
         if self._finalizer.alive:
             self._handles.free()
             self._finalizer.detach()
-            logs.drain()
+            logs.forget()
 
     def __enter__(self) -> Context:
         return self
@@ -319,6 +320,7 @@ class Context:
         start = self._start(pos, seq_id, len(ids))
         lib, hook = native.lib, self._handles.hook
         if hook != native.ffi.NULL:
+            lib.moestream_context_status(hook, native.ffi.NULL)  # a cancel() that came when the last call had just ended
             lib.moestream_context_begin_call(hook)
         native._raw.ms_native_set_flag(self._handles.abort_flag, 0)
         self._seq_cell[0] = seq_id
@@ -363,10 +365,11 @@ class Context:
 
         The one place that decides how a decode can be interrupted. Python runs its signal handlers in the main
         thread between bytecodes, which a call into C holds up. So where the call may take long, a helper thread makes
-        it and the main thread waits, ready for Ctrl-C; a single token is over before anybody would notice.
+        it and the main thread waits, ready for Ctrl-C; a single token from memory is over before anybody would notice.
         """
         handles = self._handles
-        if n == 1 or threading.current_thread() is not threading.main_thread():
+        in_memory = n == 1 and handles.hook == native.ffi.NULL
+        if in_memory or threading.current_thread() is not threading.main_thread():
             return int(native.lib.llama_decode(handles.context, self._batch[0]))
         return in_helper_thread(lambda: int(native.lib.llama_decode(handles.context, self._batch[0])), self.cancel)
 

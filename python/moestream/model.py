@@ -17,8 +17,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moestream import _native_api as native
 from moestream import logs
+from moestream._calls import refuse_after_fork
 from moestream.errors import ClosedError, InternalError, UnsupportedError
-from moestream.placement import Overrides, Placement, PlaceOptions, Plan, model_placement, read_plan, refuse_warnings
+from moestream.load_modes import load_modes, locked_bytes, mode_used, set_load_mode
+from moestream.placement import (
+    ExpertLayers,
+    Overrides,
+    Placement,
+    PlaceOptions,
+    Plan,
+    model_placement,
+    read_plan,
+    refuse_warnings,
+)
 from moestream.progress import Progress, ProgressOption
 from moestream.stats import stats_dict
 from moestream.stream import Stream
@@ -27,14 +38,6 @@ if TYPE_CHECKING:
     from moestream.context import Context
 
 KVOverrides = Mapping[str, int | float | bool | str]
-LOAD_MODES = {
-    "auto": "AUTO",
-    "none": "NONE",
-    "mmap": "MMAP",
-    "mlock": "MLOCK",
-    "mmap+mlock": "MMAP_MLOCK",
-    "dio": "DIRECT_IO",
-}
 
 
 class _Loading(threading.local):
@@ -65,6 +68,7 @@ class ModelHandles:
     """The store and the llama_model of one model, and how many users they have. Frees them once, in order."""
 
     def __init__(self) -> None:
+        self.pid = os.getpid()
         self.store: Any = native.ffi.NULL
         self.model: Any = native.ffi.NULL
         self.keep: list[Any] = []  # arrays that C points into while the model lives
@@ -73,7 +77,9 @@ class ModelHandles:
         self._idle = threading.Condition()
 
     def enter(self) -> None:
-        """Holds the handles open for one call or one context. Raises ClosedError once closing has begun."""
+        """Holds the handles open for one call or one context. Raises ClosedError once closing has begun, and in a
+        process forked since."""
+        refuse_after_fork(self.pid)
         with self._idle:
             if self._closing:
                 raise ClosedError("the model was used after it was closed")
@@ -91,6 +97,8 @@ class ModelHandles:
     def free(self, timeout: float | None = None) -> None:
         """Refuses new users, waits for those there are, frees. With a timeout (interpreter exit): leaks rather than
         frees under a call that does not end."""
+        if self.pid != os.getpid():
+            return  # the parent's
         with self._idle:
             self._closing = True
             if not self._idle.wait_for(lambda: self._users == 0, timeout):
@@ -118,11 +126,13 @@ class Model:
         n_gpu_layers: blocks whose dense weights go to devices; -1 for all.
         cpu_moe: keep all routed experts in CPU memory.
         n_cpu_moe: keep the routed experts of the first N blocks in CPU memory.
-        cpu_moe_layers: keep the routed experts of these blocks in CPU memory.
+        cpu_moe_layers: keep the routed experts of these blocks in CPU memory, for example [0, 1, 24, 25] where two
+            devices hold 24 blocks each.
+        expert_layers: places for the routed experts of blocks: {"RPC0[host:port]": [0, 1], "STREAM": range(2, 8)}.
         overrides: rules tried before all of those: pairs (pattern, place), a dict, or "pattern=PLACE,pattern=PLACE".
         progress: True draws a bar on stderr while loading; a function is called with the fraction done.
-        load_mode: "auto", "none", "mmap", "mlock", "mmap+mlock" or "dio". Streaming sets its own and takes only
-            "auto" or "mmap".
+        load_mode: "auto", "none", "mmap", "mlock", "mmap+mlock" or "dio", as llama.cpp names them. Streaming sets
+            its own and takes only "auto" or "mmap". The attribute `load_mode` says which one was really used.
         use_extra_bufts: let llama.cpp repack weights it keeps in CPU memory, which moves the last digits of the
             logits. None: False when streaming, llama.cpp's default otherwise.
         devices: names of the ggml devices to use; None for llama.cpp's choice.
@@ -149,6 +159,7 @@ class Model:
         cpu_moe: bool = False,
         n_cpu_moe: int = 0,
         cpu_moe_layers: Iterable[int] | None = None,
+        expert_layers: ExpertLayers = None,
         overrides: Overrides = None,
         progress: ProgressOption = False,
         load_mode: str = "auto",
@@ -171,9 +182,8 @@ class Model:
             n_cpu_moe=n_cpu_moe,
             cpu_moe_layers=cpu_moe_layers,
             overrides=overrides,
+            expert_layers=expert_layers,
         )
-        if load_mode not in LOAD_MODES:
-            raise ValueError(f"load_mode was {load_mode!r}; it is one of {', '.join(LOAD_MODES)}")
         if self._options.stream is not None and load_mode not in ("auto", "mmap"):
             raise ValueError(f"load_mode was {load_mode!r}; a streamed model is loaded with its own, leave it at auto")
         if self._options.stream is not None and vocab_only:
@@ -181,18 +191,26 @@ class Model:
         if self._options.stream is not None and use_extra_bufts is None:
             use_extra_bufts = False
         native.bind()
+        if load_mode not in load_modes():
+            raise ValueError(f"load_mode was {load_mode!r}; it is one of {', '.join(load_modes())}")
+        logs.forget()
         self.path = os.fsdecode(native.encode_path(path))
         try:
             self._open(strict)
             params = self._model_params(
                 load_mode, use_extra_bufts, devices, split_mode, main_gpu, tensor_split, kv_overrides, vocab_only
             )
+            locked = locked_bytes()
             self._load(params, progress)
         except BaseException:
             self._finalizer()
             logs.drain()
             raise
         model = self._handles.model
+        # Streaming sets its own mode; the mapping is not read then.
+        self.load_mode: str = (
+            "mmap" if self.streaming else mode_used(self.placement(), load_mode, self.path, locked_bytes() > locked)
+        )
         self._vocab = native.lib.llama_model_get_vocab(model)
         self.n_vocab: int = native.lib.llama_vocab_n_tokens(self._vocab)
         self.n_layer: int = native.lib.llama_model_n_layer(model)
@@ -211,6 +229,7 @@ class Model:
         del keep
         self._handles.store = out[0]
         self.plan: Plan = read_plan(native.lib.moestream_get_plan(out[0]), self.path)
+        self._options.check_layers(self.plan)
         if strict:
             refuse_warnings(self.plan)
 
@@ -231,7 +250,7 @@ class Model:
         params.n_gpu_layers = self._options.n_gpu_layers
         params.vocab_only = vocab_only
         if load_mode != "auto":
-            _set_load_mode(params, fields, load_mode)
+            set_load_mode(params, fields, load_mode)
         if use_extra_bufts is not None:
             if "use_extra_bufts" not in fields:
                 raise UnsupportedError("use_extra_bufts: this llama.cpp has no such option")
@@ -280,7 +299,7 @@ class Model:
             context.close()
         self._handles.free()
         self._finalizer.detach()
-        logs.drain()
+        logs.forget()
 
     def __enter__(self) -> Model:
         return self
@@ -498,19 +517,6 @@ def _filled(call: Any) -> str:
             return native.text(buf) if n >= 0 else ""
         size = n + 1
     return native.text(buf)
-
-
-def _set_load_mode(params: Any, fields: set[str], load_mode: str) -> None:
-    if "load_mode" in fields:
-        params.load_mode = native.enumerator("load_mode", f"LLAMA_LOAD_MODE_{LOAD_MODES[load_mode]}", load_mode)
-        return
-    # llama.cpp before mid-2026 had a switch for each.
-    if load_mode == "dio" and "use_direct_io" not in fields:
-        raise UnsupportedError("load_mode dio: this llama.cpp has no such option")
-    params.use_mmap = "mmap" in load_mode
-    params.use_mlock = "mlock" in load_mode
-    if "use_direct_io" in fields:
-        params.use_direct_io = load_mode == "dio"
 
 
 def device_names() -> list[str]:

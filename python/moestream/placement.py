@@ -1,8 +1,8 @@
 """Where each tensor goes: the rules a caller may give, the plan they make, and what really happened.
 
 Rules are tried in this order, and the first that matches a tensor wins: the caller's overrides in the given order,
-the first N blocks (n_cpu_moe, cpu_moe_layers), cpu_moe, streaming. A pattern is an ECMAScript regular expression that
-is searched in the tensor's name, by the engine that will run it in the load.
+expert_layers, the first N blocks (n_cpu_moe, cpu_moe_layers), cpu_moe, streaming, dense weights. A pattern is an
+ECMAScript regular expression that is searched in the tensor's name, by the engine that will run it in the load.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from moestream.errors import InvalidError
 from moestream.stream import Stream, as_stream
 
 Overrides = str | Mapping[str, str] | Iterable[tuple[str, str]] | None
+ExpertLayers = Mapping[str, Iterable[int]] | None
+
+# What upstream's --cpu-moe means by routed experts: weights, biases and scales, split, fused and chunked layouts.
+_ROUTED_EXPERTS = r"ffn_(up|down|gate|gate_up)_(ch|)exps"
 
 
 def parse_overrides(overrides: Overrides) -> list[tuple[str, str]]:
@@ -78,6 +82,47 @@ def _parse_rule(rule: str) -> tuple[str, str]:
     return pattern, place
 
 
+def parse_expert_layers(expert_layers: ExpertLayers) -> dict[str, tuple[int, ...]]:
+    """Checked {place: block numbers} of {"RPC0[host:port]": [0, 1], "CPU": range(2, 8)}.
+
+    Raises:
+        ValueError: not a mapping of places to block numbers, or a block in two places; named.
+    """
+    if expert_layers is None:
+        return {}
+    if not isinstance(expert_layers, Mapping):
+        raise ValueError(f"expert_layers was {expert_layers!r}; it is a mapping of places to block numbers")
+    owner: dict[int, str] = {}
+    checked: dict[str, tuple[int, ...]] = {}
+    for place, layers in expert_layers.items():
+        if not isinstance(place, str) or not place or "\0" in place:
+            raise ValueError(f"expert_layers has the place {place!r}; it is the name of one, such as 'CPU'")
+        checked[place] = _block_numbers("expert_layers", layers)
+        for layer in checked[place]:
+            if owner.setdefault(layer, place) != place:
+                raise ValueError(f"expert_layers puts block {layer} in {owner[layer]!r} and in {place!r}")
+    return checked
+
+
+def _expert_layer_rules(by_place: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
+    """One rule per place."""
+    rules = []
+    for place, layers in by_place.items():
+        blocks = "|".join(str(layer) for layer in sorted(set(layers)))
+        if blocks:
+            rules.append((rf"^blk\.({blocks})\.{_ROUTED_EXPERTS}", place))
+    return rules
+
+
+def _block_numbers(name: str, layers: Any) -> tuple[int, ...]:
+    if isinstance(layers, (str, bytes, Mapping)) or not isinstance(layers, Iterable):
+        raise ValueError(f"{name} was {layers!r}; it is a list of block numbers, 0 or more")
+    numbers = tuple(layers)
+    if any(isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < 2**31 for layer in numbers):
+        raise ValueError(f"{name} was {numbers!r}; it is a list of block numbers, 0 or more")
+    return numbers
+
+
 @dataclass(frozen=True)
 class PlanTensor:
     """One tensor of the file. `place` is "STREAM", "CPU", "CPU_ANON", "DEFAULT" (llama.cpp decides) or a buffer type;
@@ -96,8 +141,8 @@ class PlanTensor:
 
 @dataclass(frozen=True)
 class PlanRule:
-    """One rule in force. `origin` is "rules", "n_cpu_moe", "cpu_moe", "stream" or "dense"; `n_matched` and `bytes`
-    count the tensors it won."""
+    """One rule in force. `origin` is "rules" (overrides and expert_layers), "n_cpu_moe", "cpu_moe_layers", "cpu_moe",
+    "stream" or "dense"; `n_matched` and `bytes` count the tensors it won."""
 
     pattern: str
     place: str
@@ -113,6 +158,15 @@ class PlanClass:
     slot_bytes: int
     n_layers: int
     n_experts: int
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of one block (None: the tensors outside the blocks) per place."""
+
+    layer: int | None
+    experts: dict[str, int]
+    dense: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -146,9 +200,29 @@ class Plan:
         return _sum_by(self.tensors, lambda tensor: tensor.place)
 
     @property
+    def expert_bytes_by_place(self) -> dict[str, int]:
+        """Bytes of routed expert weights per place."""
+        return _sum_by((t for t in self.tensors if t.is_expert), lambda tensor: tensor.place)
+
+    @property
+    def dense_bytes_by_place(self) -> dict[str, int]:
+        """Bytes of everything else per place; expert biases and shared experts are among it."""
+        return _sum_by((t for t in self.tensors if not t.is_expert), lambda tensor: tensor.place)
+
+    @property
     def bytes_by_layer(self) -> dict[int | None, int]:
         """Bytes per block number; None for the tensors outside the blocks."""
         return _sum_by(self.tensors, lambda tensor: tensor.layer)
+
+    @property
+    def layers(self) -> tuple[LayerBytes, ...]:
+        """Bytes per block and place, experts and the rest apart; the tensors outside the blocks come last."""
+        rows: dict[int | None, LayerBytes] = {}
+        for tensor in self.tensors:
+            row = rows.setdefault(tensor.layer, LayerBytes(tensor.layer, {}, {}))
+            side = row.experts if tensor.is_expert else row.dense
+            side[tensor.place] = side.get(tensor.place, 0) + tensor.bytes
+        return tuple(sorted(rows.values(), key=lambda row: (row.layer is None, row.layer or 0)))
 
     def as_dict(self, tensors: bool = True) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -164,6 +238,9 @@ class Plan:
             "size_classes": [vars(item) for item in self.classes],
             "warnings": list(self.warnings),
             "bytes_by_place": self.bytes_by_place,
+            "expert_bytes_by_place": self.expert_bytes_by_place,
+            "dense_bytes_by_place": self.dense_bytes_by_place,
+            "layers": [vars(item) for item in self.layers],
             "rules": [vars(item) for item in self.rules],
         }
         if tensors:
@@ -180,9 +257,10 @@ def _sum_by(tensors: Iterable[Any], key: Any) -> dict[Any, int]:
 
 @dataclass(frozen=True)
 class TensorPlacement:
-    """One tensor of a loaded model: what was planned, and the buffer type it is in (None where the library does not
-    tell). `rule` is the pattern that won, None where llama.cpp decided. `place` is None for a tensor that is not in
-    the file (llama.cpp made it)."""
+    """One tensor of a loaded model: what was planned, and the buffer type it is in, by the tensor's own buffer.
+    `buffer_type` is None for a tensor that was not loaded (MTP blocks), or where the library does not tell. `rule` is
+    the pattern that won, None where llama.cpp decided. `place` is None for a tensor that is not in the file: llama.cpp
+    made it, such as the second copy of an embedding that is the output matrix as well."""
 
     name: str
     place: str | None
@@ -206,8 +284,25 @@ class Placement:
 
     @property
     def bytes_by_buffer_type(self) -> dict[str | None, int]:
-        """Bytes per buffer type that really holds them."""
-        return _sum_by(self.tensors, lambda tensor: tensor.buffer_type)
+        """Bytes of the file's tensors per buffer type that really holds them; sums to the model's tensor bytes."""
+        return _sum_by((t for t in self.tensors if t.place is not None), lambda tensor: tensor.buffer_type)
+
+    @property
+    def misplaced(self) -> tuple[TensorPlacement, ...]:
+        """Tensors that are not where the plan put them. Places that llama.cpp decides cannot be missed, and "CPU" is
+        met by any of the CPU's buffer types (a mapped one, a repacked one)."""
+        return tuple(tensor for tensor in self.tensors if not _is_at(tensor.place, tensor.buffer_type))
+
+
+_BUFFER_OF_PLACE = {"STREAM": "MOESTREAM", "CPU_ANON": "MOESTREAM_ANON"}
+
+
+def _is_at(place: str | None, buffer_type: str | None) -> bool:
+    if place in (None, "DEFAULT") or buffer_type is None:
+        return True
+    if place == "CPU":
+        return buffer_type == "CPU" or buffer_type.startswith("CPU_")
+    return buffer_type in (_BUFFER_OF_PLACE.get(str(place), place), f"{place}_Mapped")
 
 
 @dataclass(frozen=True)
@@ -220,6 +315,7 @@ class PlaceOptions:
     n_cpu_moe: int = 0
     cpu_moe_layers: tuple[int, ...] = ()
     rules: tuple[tuple[str, str], ...] = ()
+    named_layers: tuple[int, ...] = ()  # blocks that expert_layers names
 
     @classmethod
     def of(
@@ -231,6 +327,7 @@ class PlaceOptions:
         n_cpu_moe: int,
         cpu_moe_layers: Iterable[int] | None,
         overrides: Overrides,
+        expert_layers: ExpertLayers = None,
     ) -> PlaceOptions:
         """Checks and normalises. Raises ValueError or TypeError for what makes no sense, naming the option."""
         for name, value in (("n_gpu_layers", n_gpu_layers), ("n_cpu_moe", n_cpu_moe)):
@@ -238,17 +335,23 @@ class PlaceOptions:
                 raise TypeError(f"{name} was {value!r}; it is a whole number")
         if n_cpu_moe < 0:
             raise ValueError(f"n_cpu_moe was {n_cpu_moe}; it is a number of blocks, 0 or more")
-        layers = tuple(cpu_moe_layers or ())
-        if any(isinstance(layer, bool) or not isinstance(layer, int) or layer < 0 for layer in layers):
-            raise ValueError(f"cpu_moe_layers was {layers!r}; it is a list of block numbers, 0 or more")
+        listed = () if cpu_moe_layers is None else _block_numbers("cpu_moe_layers", cpu_moe_layers)
+        by_place = parse_expert_layers(expert_layers)
         return cls(
             stream=as_stream(stream),
             n_gpu_layers=max(-(2**31), min(n_gpu_layers, 2**31 - 1)),
             cpu_moe=bool(cpu_moe),
             n_cpu_moe=min(n_cpu_moe, 2**31 - 1),
-            cpu_moe_layers=layers,
-            rules=tuple(parse_overrides(overrides)),
+            cpu_moe_layers=listed,
+            rules=(*parse_overrides(overrides), *_expert_layer_rules(by_place)),
+            named_layers=tuple(sorted({layer for layers in by_place.values() for layer in layers})),
         )
+
+    def check_layers(self, made: Plan) -> None:
+        """Raises InvalidError where expert_layers names a block that the file does not have."""
+        last = max((tensor.layer for tensor in made.tensors if tensor.layer is not None), default=-1)
+        if self.named_layers and self.named_layers[-1] > last:
+            raise InvalidError(f"expert_layers names block {self.named_layers[-1]}, the model has blocks 0 to {last}")
 
     def to_c(self, cache_bytes: int = 0) -> tuple[Any, list[Any]]:
         """A moestream_params, and what must live as long as it is in use."""
@@ -302,6 +405,7 @@ def plan(
     cpu_moe: bool = False,
     n_cpu_moe: int = 0,
     cpu_moe_layers: Iterable[int] | None = None,
+    expert_layers: ExpertLayers = None,
     overrides: Overrides = None,
     strict: bool = False,
 ) -> Plan:
@@ -318,8 +422,10 @@ def plan(
         n_cpu_moe=n_cpu_moe,
         cpu_moe_layers=cpu_moe_layers,
         overrides=overrides,
+        expert_layers=expert_layers,
     )
     made = open_plan(path, options)
+    options.check_layers(made)
     if strict:
         refuse_warnings(made)
     return made
@@ -415,14 +521,18 @@ def model_placement(model_pointer: Any, planned: Plan) -> Placement:
     """Joins the plan with the buffer types that moestream_model_tensor reports for a loaded model."""
     lib, ffi = native.lib, native.ffi
     n = lib.moestream_model_n_tensors(ffi.NULL, model_pointer)
-    actual: dict[str, tuple[str, int]] = {}
+    # A tied embedding is in the list twice under one name: the input's stays with the host, the other is made for the
+    # output.
+    actual: dict[str, list[tuple[str, int]]] = {}
     item, err = native.new_struct("moestream_tensor_place"), native.new_error()
     for i in range(max(n, 0)):
         native.check(lib.moestream_model_tensor(ffi.NULL, model_pointer, i, item, err), err)
-        actual[native.text(item.name)] = (native.text(item.buffer_type), item.bytes)
+        same = actual.setdefault(native.text(item.name), [])
+        same.insert(0 if item.is_host else len(same), (native.text(item.buffer_type), item.bytes))
     rows = []
     for tensor in planned.tensors:
-        buffer_type, _ = actual.pop(tensor.name, (None, 0))
+        found = actual.get(tensor.name)
+        buffer_type = found.pop(0)[0] if found else None
         rows.append(
             TensorPlacement(
                 name=tensor.name,
@@ -434,6 +544,6 @@ def model_placement(model_pointer: Any, planned: Plan) -> Placement:
                 is_expert=tensor.is_expert,
             )
         )
-    for name, (buffer_type, size) in actual.items():
-        rows.append(TensorPlacement(name, None, buffer_type, size, None, None, False))
+    for name, left in actual.items():
+        rows += [TensorPlacement(name, None, buffer_type, size, None, None, False) for buffer_type, size in left]
     return Placement(tuple(rows))

@@ -1,0 +1,58 @@
+#!/usr/bin/env python3
+"""Runs a command in a process where io_uring is refused, as most container runtimes refuse it.
+
+    no_io_uring.py [--errno EPERM|ENOSYS|ENOMEM|EMFILE] COMMAND ARG...
+
+Installs a seccomp filter that answers the three io_uring calls with the errno, then becomes the command. Needs no
+rights. Never returns after the command has started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import errno
+import os
+import struct
+
+IO_URING_CALLS = (425, 426, 427)  # setup, enter, register: the same numbers on every architecture
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+LOAD_ABSOLUTE, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
+ALLOW, ERRNO = 0x7FFF0000, 0x00050000
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+
+def refuse(number: int) -> None:
+    """From now on this process and its children get `number` as the answer to io_uring calls. OSError if refused."""
+    rows = [(LOAD_ABSOLUTE, 0, 0, 0)]  # the number of the call
+    last = len(IO_URING_CALLS) - 1
+    rows += [(JUMP_IF_EQUAL, last - i + 1, 0, call) for i, call in enumerate(IO_URING_CALLS)]
+    rows += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERRNO | number)]
+    code = b"".join(struct.pack("HBBI", *row) for row in rows)
+    program = _Program(len(rows), code)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+    for option, value, pointer in (
+        (PR_SET_NO_NEW_PRIVS, 1, None),
+        (PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(program)),
+    ):
+        if libc.prctl(option, value, pointer, 0, 0) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--errno", default="EPERM")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    refuse(getattr(errno, args.errno))
+    os.execvp(args.command[0], args.command)
+
+
+if __name__ == "__main__":
+    main()
