@@ -329,7 +329,8 @@ void ms_slot_cancel_read(ms_slot_cache * cache, int slot, int slice) {
 
 void ms_slot_demote(ms_slot_cache * cache, int slot) {
     ms_slot * s = slot_at(cache, slot);
-    if (cache->slot[cache->tail[s->cls]].group >= 0) { /* empty slots come last and are taken first: then nothing is needed */
+    if (cache->slot[cache->tail[s->cls]].group >=
+        0) { /* empty slots come last and are taken first: then nothing is needed */
         s->used_at = 0;
         move_to_tail(cache, slot);
     }

@@ -36,8 +36,8 @@ typedef struct ms_slot {
     int32_t reading; /* slices in flight */
     int32_t prev, next; /* LRU list of the class, most recent first; -1 ends */
     uint64_t used_at;   /* tick of the last demand use, or of the assignment; 0: forgotten */
-    bool passing;       /* taken by a scan (a warm-up selects every expert): goes first once released; touch clears it */
-    bool prefetched;    /* read ahead and not yet asked for: the caller sets and clears it, eviction clears it */
+    bool passing; /* taken by a scan (a warm-up selects every expert): goes first once released; touch clears it */
+    bool prefetched; /* read ahead and not yet asked for: the caller sets and clears it, eviction clears it */
     atomic_uchar state[MS_SLOT_SLICES];
 } ms_slot;
 
@@ -48,17 +48,17 @@ typedef struct ms_slot_cache {
     int head[MS_MAX_CLASSES], tail[MS_MAX_CLASSES];
     int n_free[MS_MAX_CLASSES]; /* slots nobody pins and no read is in flight for */
     int n_groups;
-    int32_t * first;   /* [n_groups] where the group's row of slot_of begins */
-    int32_t * cls_of;  /* [n_groups] */
+    int32_t * first; /* [n_groups] where the group's row of slot_of begins */
+    int32_t * cls_of; /* [n_groups] */
     int32_t * n_expert; /* [n_groups] */
     int32_t * slot_of; /* slot or -1 */
-    uint64_t tick;     /* counts touches */
+    uint64_t tick; /* counts touches */
     uint64_t n_evictions;
-    int used;          /* slots that hold an expert */
+    int used; /* slots that hold an expert */
     ms_policy policy;
-    float * score;      /* MS_POLICY_DECAY: [experts] decayed frequency */
+    float * score; /* MS_POLICY_DECAY: [experts] decayed frequency */
     uint64_t * score_at;
-    float half_life;    /* in ticks; open sets a guess, the caller may set the model's own */
+    float half_life; /* in ticks; open sets a guess, the caller may set the model's own */
 } ms_slot_cache;
 
 /* group_class[g], group_experts[g]: size class (-1: never gets a slot) and number of experts of group g. n_slots[c]

@@ -13,18 +13,21 @@
 
 /* ---- structs across the boundary ---- */
 
-static moestream_status copy_in(void * to, size_t to_bytes, const void * from, const char * what, moestream_error * err) {
+static moestream_status copy_in(void * to, size_t to_bytes, const void * from, const char * what,
+                                moestream_error * err) {
     size_t from_bytes = 0;
     if (from != NULL) {
         memcpy(&from_bytes, from, sizeof(from_bytes));
     }
     if (from == NULL || from_bytes < sizeof(size_t)) {
-        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "%s is NULL or has struct_size %zu; set it to sizeof(%s)", what, from_bytes, what);
+        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "%s is NULL or has struct_size %zu; set it to sizeof(%s)", what,
+                       from_bytes, what);
     }
     for (size_t i = to_bytes; i < from_bytes; i++) {
         if (((const unsigned char *) from)[i] != 0) {
-            return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, "%s of %zu bytes sets a field this library (%zu bytes) does not know", what,
-                           from_bytes, to_bytes);
+            return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0,
+                           "%s of %zu bytes sets a field this library (%zu bytes) does not know", what, from_bytes,
+                           to_bytes);
         }
     }
     memset(to, 0, to_bytes);
@@ -57,11 +60,12 @@ static moestream_status need(bool ok, const char * what, moestream_error * err) 
 /* ---- status, build, binding ---- */
 
 const char * moestream_status_name(int32_t status) {
-    static const char * const name[] = {"MOESTREAM_OK", "MOESTREAM_ERR_INVALID", "MOESTREAM_ERR_NOMEM", "MOESTREAM_ERR_IO",
-                                        "MOESTREAM_ERR_EOF", "MOESTREAM_ERR_FORMAT", "MOESTREAM_ERR_UNSUPPORTED",
-                                        "MOESTREAM_ERR_BUSY", "MOESTREAM_ERR_CLOSED", "MOESTREAM_ERR_CORRUPT",
-                                        "MOESTREAM_ERR_INTERNAL"};
-    return status <= 0 && -(int64_t) status < (int64_t) (sizeof(name) / sizeof(name[0])) ? name[-status] : "unknown status";
+    static const char * const name[] = {
+        "MOESTREAM_OK",         "MOESTREAM_ERR_INVALID", "MOESTREAM_ERR_NOMEM",       "MOESTREAM_ERR_IO",
+        "MOESTREAM_ERR_EOF",    "MOESTREAM_ERR_FORMAT",  "MOESTREAM_ERR_UNSUPPORTED", "MOESTREAM_ERR_BUSY",
+        "MOESTREAM_ERR_CLOSED", "MOESTREAM_ERR_CORRUPT", "MOESTREAM_ERR_INTERNAL"};
+    return status <= 0 && -(int64_t) status < (int64_t) (sizeof(name) / sizeof(name[0])) ? name[-status]
+                                                                                         : "unknown status";
 }
 
 int32_t moestream_abi_version(void) {
@@ -77,8 +81,8 @@ int32_t moestream_abi_version(void) {
 #endif
 
 const char * moestream_build_info(void) {
-    return "{\"version\": \"" MS_VERSION "\", \"llama_commit\": \"" MS_LLAMA_COMMIT "\", \"ggml_version\": \"" MS_GGML_VERSION
-           "\", \"compiler\": \"" MS_COMPILER "\", "
+    return "{\"version\": \"" MS_VERSION "\", \"llama_commit\": \"" MS_LLAMA_COMMIT
+           "\", \"ggml_version\": \"" MS_GGML_VERSION "\", \"compiler\": \"" MS_COMPILER "\", "
 #if MS_HAVE_LIBURING
            "\"io_uring\": true, "
 #else
@@ -124,7 +128,8 @@ static void on_llama_log(enum ggml_log_level level, const char * text, void * us
 moestream_status moestream_log_capture(void * libllama, int32_t level, moestream_error * err) {
     const ms_api * api = NULL;
     if (level < MS_LOG_DEBUG || level > MS_LOG_ERROR + 1) { /* one more than any line has: keep none */
-        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "log level is %d, it must be 1 (debug) to 4 (error), or 5 (nothing)", level);
+        return ms_fail(err, MOESTREAM_ERR_INVALID, 0,
+                       "log level is %d, it must be 1 (debug) to 4 (error), or 5 (nothing)", level);
     }
     moestream_status st = ms_api_bind(&api, libllama, err);
     if (st == MOESTREAM_OK) {
@@ -136,7 +141,8 @@ moestream_status moestream_log_capture(void * libllama, int32_t level, moestream
 
 /* ---- plan ---- */
 
-moestream_status moestream_plan_open(moestream_plan ** out, const char * path, const moestream_params * params, moestream_error * err) {
+moestream_status moestream_plan_open(moestream_plan ** out, const char * path, const moestream_params * params,
+                                     moestream_error * err) {
     moestream_params p;
     const ms_api * api = NULL;
     moestream_status st = need(out != NULL && path != NULL, "out or path", err);
@@ -183,8 +189,14 @@ moestream_status moestream_plan_get_tensor(const moestream_plan * plan, int32_t 
     }
     const ms_tensor * t = &plan->index.tensor[i];
     int rule = plan->tensor_rule[i];
-    moestream_plan_tensor out = {.name = t->name, .type = t->type_name, .place = place_name(plan, rule), .rule = rule,
-                                 .layer = t->layer, .is_expert = t->bank >= 0, .file = t->file, .offset = t->offset,
+    moestream_plan_tensor out = {.name = t->name,
+                                 .type = t->type_name,
+                                 .place = place_name(plan, rule),
+                                 .rule = rule,
+                                 .layer = t->layer,
+                                 .is_expert = t->bank >= 0,
+                                 .file = t->file,
+                                 .offset = t->offset,
                                  .bytes = t->bytes};
     return copy_out(tensor, &out, sizeof(out));
 }
@@ -194,7 +206,10 @@ moestream_status moestream_plan_get_rule(const moestream_plan * plan, int32_t i,
         return MOESTREAM_ERR_INVALID;
     }
     const ms_rule * r = &plan->rule[i];
-    moestream_plan_rule out = {.pattern = r->pattern, .place = place_name(plan, i), .origin = r->origin, .n_matched = r->n_matched,
+    moestream_plan_rule out = {.pattern = r->pattern,
+                               .place = place_name(plan, i),
+                               .origin = r->origin,
+                               .n_matched = r->n_matched,
                                .bytes = r->bytes};
     return copy_out(rule, &out, sizeof(out));
 }
@@ -203,7 +218,8 @@ moestream_status moestream_plan_get_class(const moestream_plan * plan, int32_t i
     if (plan == NULL || i < 0 || i >= plan->sizes.n_classes) {
         return MOESTREAM_ERR_INVALID;
     }
-    moestream_plan_class out = {.slot_bytes = plan->sizes.slot_bytes[i], .n_layers = plan->sizes.n_groups[i],
+    moestream_plan_class out = {.slot_bytes = plan->sizes.slot_bytes[i],
+                                .n_layers = plan->sizes.n_groups[i],
                                 .n_experts = plan->sizes.n_experts[i]};
     return copy_out(cls, &out, sizeof(out));
 }
@@ -214,7 +230,8 @@ const char * moestream_plan_warning(const moestream_plan * plan, int32_t i) {
 
 /* ---- store ---- */
 
-moestream_status moestream_open(moestream ** out, const char * path, const moestream_params * params, moestream_error * err) {
+moestream_status moestream_open(moestream ** out, const char * path, const moestream_params * params,
+                                moestream_error * err) {
     moestream_params p;
     moestream_status st = need(out != NULL && path != NULL, "out or path", err);
     st = st == MOESTREAM_OK ? copy_in(&p, sizeof(p), params, "moestream_params", err) : st;
@@ -237,8 +254,8 @@ const struct llama_model_tensor_buft_override * moestream_overrides(moestream * 
     return ms != NULL ? ms->overrides : NULL;
 }
 
-moestream_status moestream_load_model(moestream * ms, struct llama_model ** out, const struct llama_model_params * params,
-                                      moestream_error * err) {
+moestream_status moestream_load_model(moestream * ms, struct llama_model ** out,
+                                      const struct llama_model_params * params, moestream_error * err) {
     moestream_status st = need(ms != NULL && out != NULL && params != NULL, "ms, out or params", err);
     return st == MOESTREAM_OK ? ms_load_model(ms, out, params, err) : st;
 }
@@ -277,8 +294,8 @@ moestream_status moestream_context_attach(moestream_context * ctx, struct llama_
         return st;
     }
     if (n_threads < 1 || n_threads > MS_MAX_THREADS || n_threads_batch < 1 || n_threads_batch > MS_MAX_THREADS) {
-        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "n_threads is %d, n_threads_batch is %d; both must be 1 to %d", n_threads,
-                       n_threads_batch, MS_MAX_THREADS);
+        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "n_threads is %d, n_threads_batch is %d; both must be 1 to %d",
+                       n_threads, n_threads_batch, MS_MAX_THREADS);
     }
     if (ctx->pool != NULL) {
         return ms_fail(err, MOESTREAM_ERR_BUSY, 0, "this context has a threadpool already");
@@ -305,7 +322,8 @@ moestream_status moestream_context_status(moestream_context * ctx, moestream_err
     atomic_store(&ctx->failed, false);
     atomic_store(&ctx->delivered, false);
     atomic_store(&ctx->cancel, false);
-    return e.status == MOESTREAM_OK ? MOESTREAM_OK : ms_fail(err, (moestream_status) e.status, e.os_errno, "%s", e.message);
+    return e.status == MOESTREAM_OK ? MOESTREAM_OK
+                                    : ms_fail(err, (moestream_status) e.status, e.os_errno, "%s", e.message);
 }
 
 void moestream_context_cancel(moestream_context * ctx) {
@@ -330,7 +348,8 @@ moestream_status moestream_get_stats(const moestream * ms, moestream_stats * sta
     if (ms->stream != NULL) {
         ms_stream_get_stats(ms->stream, &s);
     }
-    moestream * unlocked = (moestream *) (uintptr_t) ms; /* the lock is not part of what a reader of statistics may see */
+    moestream * unlocked =
+        (moestream *) (uintptr_t) ms; /* the lock is not part of what a reader of statistics may see */
     pthread_mutex_lock(&unlocked->totals_lock);
     s.n_ops = ms->totals.n_ops;
     s.compute_ns = ms->totals.compute_ns;
@@ -376,7 +395,8 @@ void moestream_context_begin_call(moestream_context * ctx) {
     }
 }
 
-moestream_status moestream_context_get_stats(const moestream_context * ctx, moestream_stats * call, moestream_stats * total) {
+moestream_status moestream_context_get_stats(const moestream_context * ctx, moestream_stats * call,
+                                             moestream_stats * total) {
     if (ctx == NULL) {
         return MOESTREAM_ERR_INVALID;
     }
@@ -406,7 +426,8 @@ const char * moestream_describe(const moestream * ms) {
 
 moestream_status moestream_resize(moestream * ms, uint64_t cache_bytes, moestream_error * err) {
     if (ms == NULL || ms->stream == NULL) {
-        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "there is no cache to resize: the store is NULL or not streaming");
+        return ms_fail(err, MOESTREAM_ERR_INVALID, 0,
+                       "there is no cache to resize: the store is NULL or not streaming");
     }
     moestream_status st = ms_stream_resize(ms->stream, cache_bytes, err);
     if (st == MOESTREAM_OK) {
@@ -429,8 +450,8 @@ int32_t moestream_model_n_tensors(void * libllama, const struct llama_model * mo
     return api != NULL && api->tensor_map != NULL && model != NULL ? ms_tensor_map_size(api->tensor_map, model) : -1;
 }
 
-moestream_status moestream_model_tensor(void * libllama, const struct llama_model * model, int32_t i, moestream_tensor_place * place,
-                                        moestream_error * err) {
+moestream_status moestream_model_tensor(void * libllama, const struct llama_model * model, int32_t i,
+                                        moestream_tensor_place * place, moestream_error * err) {
     const ms_api * api = ms_api_find(libllama);
     int32_t n = moestream_model_n_tensors(libllama, model);
     if (n < 0) {
@@ -442,7 +463,8 @@ moestream_status moestream_model_tensor(void * libllama, const struct llama_mode
     moestream_tensor_place out = {0};
     const struct ggml_tensor * t = ms_tensor_map_get(api->tensor_map, model, i, &out.name);
     out.bytes = api->ggml_nbytes(t);
-    out.buffer_type = t->buffer != NULL ? api->ggml_backend_buft_name(api->ggml_backend_buffer_get_type(t->buffer)) : "";
+    out.buffer_type =
+        t->buffer != NULL ? api->ggml_backend_buft_name(api->ggml_backend_buffer_get_type(t->buffer)) : "";
     out.is_host = t->buffer != NULL && api->ggml_backend_buffer_is_host(t->buffer);
     return copy_out(place, &out, sizeof(out));
 }

@@ -40,7 +40,9 @@ static moestream_status open_bundled(void ** out, moestream_error * err) {
     const char * given = getenv("MOESTREAM_LIBLLAMA");
     own_directory(dir, sizeof(dir));
     snprintf(path, sizeof(path), "%s/libllama.so", dir);
-    const char * file = given != NULL && given[0] != '\0' ? given : sizeof(MS_LLAMA_LIBRARY) > 1 ? MS_LLAMA_LIBRARY : path;
+    const char * file = given != NULL && given[0] != '\0' ? given
+                        : sizeof(MS_LLAMA_LIBRARY) > 1    ? MS_LLAMA_LIBRARY
+                                                          : path;
     /* Somebody has put a ggml into the global scope, where it would come before our own libraries: then ours look among
      * themselves first. Not otherwise: it would also hide an allocator that the user preloads. */
     bool other = sizeof(MS_SANITIZE) == 1 && dlsym(RTLD_DEFAULT, "ggml_init") != NULL;
@@ -108,12 +110,13 @@ static void * symbol(void * libllama, void * cpu, const char * name) {
 static moestream_status fill(ms_api * api, moestream_error * err) {
     void * cpu = cpu_backend_handle(api);
     if (cpu == NULL) {
-        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, "'%s' has no CPU backend: no libggml-cpu*.so was found beside it", api->path);
+        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0,
+                       "'%s' has no CPU backend: no libggml-cpu*.so was found beside it", api->path);
     }
 #define MS_REQUIRED(name)                                                                                              \
-    if ((*(void **) &api->name = symbol(api->libllama, cpu, #name)) == NULL) {                                         \
-        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, "'%s' lacks the function %s; built for llama.cpp %s", api->path, #name,         \
-                       MS_LLAMA_COMMIT);                                                                               \
+    if ((*(void **) & api->name = symbol(api->libllama, cpu, #name)) == NULL) {                                        \
+        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, "'%s' lacks the function %s; built for llama.cpp %s",        \
+                       api->path, #name, MS_LLAMA_COMMIT);                                                             \
     }
 #define MS_OPTIONAL(name) *(void **) &api->name = symbol(api->libllama, cpu, #name);
     MS_API_FUNCTIONS(MS_REQUIRED, MS_OPTIONAL)
@@ -121,7 +124,8 @@ static moestream_status fill(ms_api * api, moestream_error * err) {
 #undef MS_OPTIONAL
     *(void **) &api->buffer_init = symbol(api->libllama, cpu, "ggml_backend_buffer_init");
     if (api->buffer_init == NULL) {
-        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, "'%s' lacks the function ggml_backend_buffer_init", api->path);
+        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, "'%s' lacks the function ggml_backend_buffer_init",
+                       api->path);
     }
     api->load_from_file_ptr = dlsym(api->libllama, "llama_model_load_from_file_ptr");
     *(void **) &api->load_policy_set = dlsym(api->libllama, "moestream_load_policy_set");
@@ -220,7 +224,9 @@ moestream_status ms_api_bind(const ms_api ** out, void * libllama, moestream_err
 
 static const ms_api * locked_read(void * libllama, int which) {
     pthread_mutex_lock(&bind_lock);
-    const ms_api * api = which == 0 ? bundled : which == 1 ? (bundled != NULL ? bundled : bound[0]) : find_bound(libllama);
+    const ms_api * api = which == 0   ? bundled
+                         : which == 1 ? (bundled != NULL ? bundled : bound[0])
+                                      : find_bound(libllama);
     pthread_mutex_unlock(&bind_lock);
     return api;
 }
@@ -251,13 +257,15 @@ ggml_backend_buffer_t ms_buffer_make(const ms_api * api, ggml_backend_buffer_typ
 /* ---- what is there ---- */
 
 size_t ms_api_features(const ms_api * api, char * buf, size_t n) {
-    int len = snprintf(buf, n,
-                       "{\"libllama\": \"%s\", \"ggml_commit\": \"%s\", \"ggml_version\": \"%s\", \"built_for\": \"%s\", "
-                       "\"buffer_layout\": \"%s\", \"params_match\": %s, \"params_why\": \"%s\", \"load_policy\": %s, \"load_from_file_ptr\": %s, "
-                       "\"tensor_map\": %s}", api->path, api->commit, api->version, MS_LLAMA_COMMIT,
-                       api->layout_b ? "B" : "A", api->params_match ? "true" : "false", api->params_why,
-                       api->load_policy_set != NULL ? "true" : "false", api->load_from_file_ptr != NULL ? "true" : "false",
-                       api->tensor_map != NULL ? "true" : "false");
+    int len =
+        snprintf(buf, n,
+                 "{\"libllama\": \"%s\", \"ggml_commit\": \"%s\", \"ggml_version\": \"%s\", \"built_for\": \"%s\", "
+                 "\"buffer_layout\": \"%s\", \"params_match\": %s, \"params_why\": \"%s\", \"load_policy\": %s, "
+                 "\"load_from_file_ptr\": %s, "
+                 "\"tensor_map\": %s}",
+                 api->path, api->commit, api->version, MS_LLAMA_COMMIT, api->layout_b ? "B" : "A",
+                 api->params_match ? "true" : "false", api->params_why, api->load_policy_set != NULL ? "true" : "false",
+                 api->load_from_file_ptr != NULL ? "true" : "false", api->tensor_map != NULL ? "true" : "false");
     return len > 0 ? (size_t) len : 0;
 }
 

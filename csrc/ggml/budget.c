@@ -91,11 +91,12 @@ static bool mount_of(const char * proc, bool v2, char * out, size_t n) {
     char line[1024];
     bool found = false;
     while (f != NULL && !found && fgets(line, sizeof(line), f) != NULL) {
-        char at[512] = "", * tail = strstr(line, " - ");
+        char at[512] = "", *tail = strstr(line, " - ");
         if (tail == NULL || sscanf(line, "%*s %*s %*s %*s %511s", at) != 1) {
             continue;
         }
-        if (v2 ? strncmp(tail, " - cgroup2 ", 11) == 0 : strncmp(tail, " - cgroup ", 10) == 0 && strstr(tail, "memory") != NULL) {
+        if (v2 ? strncmp(tail, " - cgroup2 ", 11) == 0
+               : strncmp(tail, " - cgroup ", 10) == 0 && strstr(tail, "memory") != NULL) {
             snprintf(out, n, "%s", at);
             found = true;
         }
@@ -112,7 +113,7 @@ static uint64_t cgroups_room(const char * proc) {
     uint64_t room = UINT64_MAX;
     while (f != NULL && fgets(line, sizeof(line), f) != NULL) {
         line[strcspn(line, "\n")] = '\0';
-        char * controllers = strchr(line, ':'), * group = controllers != NULL ? strchr(controllers + 1, ':') : NULL;
+        char *controllers = strchr(line, ':'), *group = controllers != NULL ? strchr(controllers + 1, ':') : NULL;
         if (group == NULL) {
             continue;
         }
@@ -166,12 +167,15 @@ uint64_t ms_budget_auto(const moestream_plan * plan, uint64_t room, uint64_t res
     return budget < plan->sizes.full_bytes ? budget : plan->sizes.full_bytes;
 }
 
-moestream_status ms_budget_check(const moestream_plan * plan, uint64_t room, uint64_t cache_bytes, moestream_error * err) {
+moestream_status ms_budget_check(const moestream_plan * plan, uint64_t room, uint64_t cache_bytes,
+                                 moestream_error * err) {
     uint64_t slab = cache_bytes < plan->sizes.full_bytes ? cache_bytes : plan->sizes.full_bytes, need = 0;
     uint64_t dense = dense_bytes(plan);
     if (room == UINT64_MAX || (ms_add_u64(slab, dense, &need) && need <= room)) {
         return MOESTREAM_OK;
     }
-    return ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "a cache of %" PRIu64 " bytes and dense weights of %" PRIu64 " bytes do not fit into the %" PRIu64
-                   " bytes of memory that are free here (MemAvailable and cgroup limits)", slab, dense, room);
+    return ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM,
+                   "a cache of %" PRIu64 " bytes and dense weights of %" PRIu64 " bytes do not fit into the %" PRIu64
+                   " bytes of memory that are free here (MemAvailable and cgroup limits)",
+                   slab, dense, room);
 }

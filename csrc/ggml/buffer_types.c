@@ -55,7 +55,8 @@ static enum ggml_status buffer_init_tensor(ms_buffer * b, struct ggml_tensor * t
     if (b->experts) {
         moestream_error e = {.struct_size = sizeof(e)};
         if (known == NULL || known->bank < 0 || known->bytes != ms->api->ggml_nbytes(t)) {
-            ms_fail(&e, MOESTREAM_ERR_INTERNAL, 0, "llama.cpp put '%s' (%zu bytes) among the streamed experts, where the plan has %s", t->name,
+            ms_fail(&e, MOESTREAM_ERR_INTERNAL, 0,
+                    "llama.cpp put '%s' (%zu bytes) among the streamed experts, where the plan has %s", t->name,
                     ms->api->ggml_nbytes(t), known == NULL ? "no such tensor" : "another one");
             load_failed(ms, &e);
         } else {
@@ -100,10 +101,11 @@ static void buffer_get(ms_buffer * b, const struct ggml_tensor * t, void * data,
     int i = ms_index_find(&ms->plan->index, whole->name);
     moestream_error e = {.struct_size = sizeof(e)};
     if (i < 0 || at + size > ms->plan->index.tensor[i].bytes ||
-        ms_stream_read_range(ms->stream, ms->plan->index.tensor[i].file, ms->plan->index.tensor[i].offset + at, size, data, false,
-                             &e) != MOESTREAM_OK) {
+        ms_stream_read_range(ms->stream, ms->plan->index.tensor[i].file, ms->plan->index.tensor[i].offset + at, size,
+                             data, false, &e) != MOESTREAM_OK) {
         ms_log(MS_LOG_ERROR, "could not read %zu bytes of '%s': %s", size, whole->name, e.message);
-        memset(data, 0xff, size); /* not a number in most types: this call cannot fail, so the result must not look right */
+        memset(data, 0xff,
+               size); /* not a number in most types: this call cannot fail, so the result must not look right */
     }
 }
 
@@ -141,8 +143,12 @@ static void buffer_clear(ms_buffer * b, uint8_t value) {
     static void clear_##L(ggml_backend_buffer_t b, uint8_t v) {                                                        \
         buffer_clear(of_##L(b), v);                                                                                    \
     }                                                                                                                  \
-    static const ms_buffer_i iface_##L = {.free_buffer = free_##L, .get_base = base_##L, .init_tensor = init_##L,      \
-                                          .memset_tensor = memset_##L, .set_tensor = set_##L, .get_tensor = get_##L,   \
+    static const ms_buffer_i iface_##L = {.free_buffer = free_##L,                                                     \
+                                          .get_base = base_##L,                                                        \
+                                          .init_tensor = init_##L,                                                     \
+                                          .memset_tensor = memset_##L,                                                 \
+                                          .set_tensor = set_##L,                                                       \
+                                          .get_tensor = get_##L,                                                       \
                                           .clear = clear_##L}
 MS_BUFFER_FUNCTIONS(a, MS_BUFT_OFFSET_A);
 MS_BUFFER_FUNCTIONS(b, MS_BUFT_OFFSET_B);
@@ -171,7 +177,8 @@ static ggml_backend_buffer_t type_alloc(ggml_backend_buffer_type_t type, size_t 
     } else if (reserve) {
         b->materialized = ms_calloc((size_t) ms->plan->index.n_banks + 1, sizeof(bool));
         if (b->materialized == NULL) {
-            ms_fail(&e, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for the state of %d expert tensors", ms->plan->index.n_banks);
+            ms_fail(&e, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for the state of %d expert tensors",
+                    ms->plan->index.n_banks);
         }
     } else {
         madvise(b->base, b->bytes, MADV_HUGEPAGE); /* best effort */
@@ -222,9 +229,13 @@ static bool type_is_host(ggml_backend_buffer_type_t type) {
 
 void ms_buffer_types_init(moestream * ms) {
     ggml_backend_dev_t cpu = ms->api->ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-    ms->stream_type = (ms_buft) {.iface = {.get_name = stream_name, .alloc_buffer = stream_alloc, .get_alignment = page_alignment,
-                                           .get_alloc_size = paged_size, .is_host = type_is_host},
-                                 .device = cpu, .context = ms};
+    ms->stream_type = (ms_buft) {.iface = {.get_name = stream_name,
+                                           .alloc_buffer = stream_alloc,
+                                           .get_alignment = page_alignment,
+                                           .get_alloc_size = paged_size,
+                                           .is_host = type_is_host},
+                                 .device = cpu,
+                                 .context = ms};
     ms->dense_type = ms->stream_type;
     ms->dense_type.iface.get_name = dense_name;
     ms->dense_type.iface.alloc_buffer = dense_alloc;
@@ -243,7 +254,8 @@ moestream_status ms_buffer_materialize(moestream * ms, const struct ggml_tensor 
     ms_buffer * b = ms_buffer_context(ms->api, tensor->buffer);
     int i = ms_index_find(&ms->plan->index, tensor->name);
     if (i < 0 || ms->plan->index.tensor[i].bank < 0) {
-        return ms_fail(err, MOESTREAM_ERR_INTERNAL, 0, "'%s' lies among the streamed experts but is not in the index", tensor->name);
+        return ms_fail(err, MOESTREAM_ERR_INTERNAL, 0, "'%s' lies among the streamed experts but is not in the index",
+                       tensor->name);
     }
     const ms_tensor * known = &ms->plan->index.tensor[i];
     pthread_mutex_lock(&ms->totals_lock);
@@ -252,14 +264,17 @@ moestream_status ms_buffer_materialize(moestream * ms, const struct ggml_tensor 
         uint8_t * page = (uint8_t *) ms_align_down((uintptr_t) tensor->data, MS_PAGE);
         size_t bytes = (size_t) ms_align_up((uintptr_t) tensor->data + known->bytes, MS_PAGE) - (uintptr_t) page;
         if (mprotect(page, bytes, PROT_READ | PROT_WRITE) != 0) {
-            st = ms_fail(err, MOESTREAM_ERR_NOMEM, errno, "could not make %zu bytes of '%s' readable: %s", bytes, tensor->name, strerror(errno));
+            st = ms_fail(err, MOESTREAM_ERR_NOMEM, errno, "could not make %zu bytes of '%s' readable: %s", bytes,
+                         tensor->name, strerror(errno));
         } else {
             st = ms_stream_read_range(ms->stream, known->file, known->offset, known->bytes, tensor->data, false, err);
         }
         if (st == MOESTREAM_OK) {
             b->materialized[known->bank] = true;
             atomic_fetch_add(&ms->n_fallback_tensors, 1);
-            ms_log(MS_LOG_WARN, "'%s' is used by an operation that is not streamed: all of it, %" PRIu64 " bytes, was read into memory",
+            ms_log(MS_LOG_WARN,
+                   "'%s' is used by an operation that is not streamed: all of it, %" PRIu64
+                   " bytes, was read into memory",
                    tensor->name, known->bytes);
         } else {
             mprotect(page, bytes, PROT_NONE);

@@ -105,7 +105,8 @@ static bool swap_expert_matmul(moestream_context * ctx, struct ggml_tensor * nod
     memcpy(ctx->node[bank].params, node->op_params, sizeof(node->op_params));
     if (!ms_matmul_reserve(ctx, node)) {
         moestream_error e = {.struct_size = sizeof(e)};
-        ms_fail(&e, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for the activations of %lld tokens", (long long) node->src[2]->ne[1]);
+        ms_fail(&e, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for the activations of %lld tokens",
+                (long long) node->src[2]->ne[1]);
         ms_context_fail(ctx, &e);
     }
     swap_node(ctx->api, node, ms_expert_matmul, &ctx->node[bank]);
@@ -113,7 +114,8 @@ static bool swap_expert_matmul(moestream_context * ctx, struct ggml_tensor * nod
 }
 
 /* An operation on expert memory that is not streamed. */
-static void materialize(moestream_context * ctx, moestream * store, struct ggml_tensor * node, const struct ggml_tensor * src) {
+static void materialize(moestream_context * ctx, moestream * store, struct ggml_tensor * node,
+                        const struct ggml_tensor * src) {
     moestream_error e = {.struct_size = sizeof(e)};
     const struct ggml_tensor * whole = src->view_src != NULL ? src->view_src : src;
     if (ms_buffer_materialize(store, whole, &e) != MOESTREAM_OK) {
@@ -130,7 +132,8 @@ static void look_at(moestream_context * ctx, struct ggml_tensor * node) {
         if (store == NULL) {
             continue;
         }
-        if (node->view_src != NULL && node->view_src->buffer != NULL && ms_buffer_store(api, node->view_src->buffer) != NULL) {
+        if (node->view_src != NULL && node->view_src->buffer != NULL &&
+            ms_buffer_store(api, node->view_src->buffer) != NULL) {
             return; /* a view of expert memory computes nothing; whoever uses it comes by here too */
         }
         if ((int) node->op == api->op_custom) {
@@ -187,7 +190,8 @@ static bool alloc_tables(moestream_context * ctx) {
     ctx->guess_score = ms_calloc((size_t) most, sizeof(*ctx->guess_score));
     ctx->guess_random = 1;
     ctx->node = ms_calloc((size_t) index->n_banks + 1, sizeof(*ctx->node));
-    if (!ctx->guess || !ctx->guess_score || !ctx->entry || !ctx->entry_of || !ctx->slots || !ctx->experts || !ctx->node) {
+    if (!ctx->guess || !ctx->guess_score || !ctx->entry || !ctx->entry_of || !ctx->slots || !ctx->experts ||
+        !ctx->node) {
         return false;
     }
     for (int e = 0; e < most; e++) {
@@ -217,11 +221,12 @@ static void free_tables(moestream_context * ctx) {
 moestream_status ms_context_init(moestream_context ** out, moestream * ms, struct llama_context_params * params,
                                  moestream_error * err) {
     if (ms->stream == NULL) {
-        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "this store was opened with streaming off; its contexts need no hook");
+        return ms_fail(err, MOESTREAM_ERR_INVALID, 0,
+                       "this store was opened with streaming off; its contexts need no hook");
     }
     if (params != NULL && !ms->api->params_match) {
-        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, "built for llama.cpp %s, '%s' is %s: %s", MS_LLAMA_COMMIT, ms->api->path,
-                       ms->api->commit, ms->api->params_why);
+        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, "built for llama.cpp %s, '%s' is %s: %s", MS_LLAMA_COMMIT,
+                       ms->api->path, ms->api->commit, ms->api->params_why);
     }
     moestream_context * ctx = ms_calloc(1, sizeof(*ctx));
     if (ctx == NULL) {

@@ -30,8 +30,9 @@ struct ms_scratch {
 
 moestream_status ms_scratch_init(moestream_context * ctx, moestream_error * err) {
     ctx->scratch = ms_calloc(MS_MAX_THREADS, sizeof(*ctx->scratch));
-    return ctx->scratch != NULL ? MOESTREAM_OK
-                                : ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for the state of %d threads", MS_MAX_THREADS);
+    return ctx->scratch != NULL
+               ? MOESTREAM_OK
+               : ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for the state of %d threads", MS_MAX_THREADS);
 }
 
 void ms_scratch_free(moestream_context * ctx) {
@@ -56,7 +57,7 @@ static bool quantize_in_common(const struct ggml_tensor * node) {
 }
 
 bool ms_matmul_reserve(moestream_context * ctx, const struct ggml_tensor * node) {
-    const struct ggml_tensor * x = node->src[1], * ids = node->src[2];
+    const struct ggml_tensor *x = node->src[1], *ids = node->src[2];
     size_t rows = (size_t) (ids->ne[0] * ids->ne[1]);
     if (rows > ctx->n_rows_room) {
         ms_row * grown = realloc(ctx->rows, rows * sizeof(*grown));
@@ -106,7 +107,8 @@ static int32_t id_at(const moestream_context * ctx, const struct ggml_tensor * i
     if (ms->replay != NULL && k < ms->plan->index.n_expert_used) {
         size_t token = (ctx->replay_token + (size_t) t) % ms->n_replay;
         size_t layer = (size_t) ms->plan->index.group[ctx->op.group].layer;
-        return ms->replay[(token * (size_t) ms->plan->index.n_layer + layer) * (size_t) ms->plan->index.n_expert_used + (size_t) k];
+        return ms->replay[(token * (size_t) ms->plan->index.n_layer + layer) * (size_t) ms->plan->index.n_expert_used +
+                          (size_t) k];
     }
     return *(const int32_t *) ((const char *) ids->data + (size_t) t * ids->nb[1] + (size_t) k * ids->nb[0]);
 }
@@ -124,8 +126,8 @@ static bool sort_rows(moestream_context * ctx, const struct ggml_tensor * ids, i
                     ctx->entry_of[ctx->entry[i].expert] = -1;
                 }
                 op->n_entries = 0;
-                ms_fail(e, MOESTREAM_ERR_INVALID, 0, "token %lld of layer %d chose expert %d, there are %d", (long long) t,
-                        ctx->ms->plan->index.group[op->group].layer, (int) expert, n_expert);
+                ms_fail(e, MOESTREAM_ERR_INVALID, 0, "token %lld of layer %d chose expert %d, there are %d",
+                        (long long) t, ctx->ms->plan->index.group[op->group].layer, (int) expert, n_expert);
                 return false;
             }
             if (ctx->entry_of[expert] < 0) {
@@ -157,7 +159,11 @@ static bool sort_rows(moestream_context * ctx, const struct ggml_tensor * ids, i
 }
 
 static ms_demand demand_of(const moestream_context * ctx, bool leader) {
-    return (ms_demand) {.group = ctx->op.group, .slice = ctx->op.slice, .leader = leader, .scan = ctx->op.scan, .all_slices = leader && ctx->pass_all};
+    return (ms_demand) {.group = ctx->op.group,
+                        .slice = ctx->op.slice,
+                        .leader = leader,
+                        .scan = ctx->op.scan,
+                        .all_slices = leader && ctx->pass_all};
 }
 
 /* Acquires slots for the entries that have none, as many as there is room for. Thread 0 before the barrier; later any
@@ -213,7 +219,8 @@ static int64_t chunk_rows(const struct ggml_tensor * dst, int n_entries, int nth
 static void zero_all(const struct ggml_tensor * dst) {
     for (int64_t t = 0; t < dst->ne[2]; t++) {
         for (int64_t k = 0; k < dst->ne[1]; k++) {
-            memset((char *) dst->data + (size_t) t * dst->nb[2] + (size_t) k * dst->nb[1], 0, (size_t) dst->ne[0] * sizeof(float));
+            memset((char *) dst->data + (size_t) t * dst->nb[2] + (size_t) k * dst->nb[1], 0,
+                   (size_t) dst->ne[0] * sizeof(float));
         }
     }
 }
@@ -270,7 +277,8 @@ static void quantize_rows(moestream_context * ctx, const struct ggml_tensor * ds
     ggml_from_float_t from_float = type == GGML_TYPE_F32 ? NULL : api->ggml_get_type_traits_cpu(type)->from_float;
     size_t row = api->ggml_row_size(type, x->ne[0]);
     for (int64_t i = part; i < x->ne[1] * x->ne[2]; i += n_parts) {
-        const char * from = (const char *) x->data + (size_t) (i % x->ne[1]) * x->nb[1] + (size_t) (i / x->ne[1]) * x->nb[2];
+        const char * from =
+            (const char *) x->data + (size_t) (i % x->ne[1]) * x->nb[1] + (size_t) (i / x->ne[1]) * x->nb[2];
         if (from_float != NULL) {
             from_float((const float *) from, ctx->quantized + row * (size_t) i, x->ne[0]);
         } else {
@@ -279,8 +287,9 @@ static void quantize_rows(moestream_context * ctx, const struct ggml_tensor * ds
     }
 }
 
-static void compute_one_row(moestream_context * ctx, const ms_entry * entry, const uint8_t * weights, int64_t r0, int64_t r1) {
-    const struct ggml_tensor * dst = ctx->op.dst, * w = dst->src[0], * x = dst->src[1];
+static void compute_one_row(moestream_context * ctx, const ms_entry * entry, const uint8_t * weights, int64_t r0,
+                            int64_t r1) {
+    const struct ggml_tensor *dst = ctx->op.dst, *w = dst->src[0], *x = dst->src[1];
     const struct ggml_type_traits_cpu * traits = ctx->api->ggml_get_type_traits_cpu(w->type);
     ms_row row = ctx->rows[entry->first_row];
     size_t x_row = ctx->api->ggml_row_size(traits->vec_dot_type, x->ne[0]);
@@ -294,8 +303,10 @@ static void compute_one_row(moestream_context * ctx, const ms_entry * entry, con
 /* Room for one small graph: tensors, activations [K, n], results [M, n], ids [n], ggml's work. */
 static bool scratch_ready(const ms_api * api, ms_scratch * s, size_t bytes) {
     if (s->context == NULL) {
-        struct ggml_init_params params = {.mem_size = 8 * api->ggml_tensor_overhead() + api->ggml_graph_overhead_custom(8, false),
-                                          .mem_buffer = NULL, .no_alloc = true};
+        struct ggml_init_params params = {.mem_size = 8 * api->ggml_tensor_overhead() +
+                                                      api->ggml_graph_overhead_custom(8, false),
+                                          .mem_buffer = NULL,
+                                          .no_alloc = true};
         struct ggml_threadpool_params pool = api->ggml_threadpool_params_default(1);
         s->context = api->ggml_init(params);
         s->pool = s->context != NULL ? api->ggml_threadpool_new(&pool) : NULL;
@@ -308,12 +319,13 @@ static bool scratch_ready(const ms_api * api, ms_scratch * s, size_t bytes) {
     return s->pool != NULL && s->room >= bytes;
 }
 
-static bool compute_rows(moestream_context * ctx, ms_scratch * s, const ms_entry * entry, const uint8_t * weights, int64_t r0,
-                         int64_t r1) {
+static bool compute_rows(moestream_context * ctx, ms_scratch * s, const ms_entry * entry, const uint8_t * weights,
+                         int64_t r0, int64_t r1) {
     const ms_api * api = ctx->api;
-    const struct ggml_tensor * dst = ctx->op.dst, * w = dst->src[0], * x = dst->src[1];
+    const struct ggml_tensor *dst = ctx->op.dst, *w = dst->src[0], *x = dst->src[1];
     int64_t n = entry->n_rows, n_in = w->ne[0], n_out = r1 - r0;
-    size_t x_bytes = ms_align_up((size_t) (n_in * n) * sizeof(float), 64), d_bytes = ms_align_up((size_t) (n_out * n) * sizeof(float), 64);
+    size_t x_bytes = ms_align_up((size_t) (n_in * n) * sizeof(float), 64),
+           d_bytes = ms_align_up((size_t) (n_out * n) * sizeof(float), 64);
     size_t id_bytes = ms_align_up((size_t) n * sizeof(int32_t), 64);
     if (!scratch_ready(api, s, x_bytes + d_bytes + id_bytes)) {
         return false;
@@ -330,7 +342,7 @@ static bool compute_rows(moestream_context * ctx, ms_scratch * s, const ms_entry
     if (!scratch_ready(api, s, x_bytes + d_bytes + id_bytes + plan.work_size)) {
         return false;
     }
-    float * xs = (float *) s->bytes, * ds = (float *) (s->bytes + x_bytes);
+    float *xs = (float *) s->bytes, *ds = (float *) (s->bytes + x_bytes);
     sw->data = (void *) (uintptr_t) (weights + (size_t) r0 * w->nb[1]);
     sx->data = xs;
     sd->data = ds;
@@ -338,7 +350,8 @@ static bool compute_rows(moestream_context * ctx, ms_scratch * s, const ms_entry
     plan.work_data = s->bytes + x_bytes + d_bytes + id_bytes;
     for (int64_t i = 0; i < n; i++) {
         ms_row row = ctx->rows[entry->first_row + i];
-        memcpy(xs + i * n_in, (const char *) x->data + (size_t) row.t * x->nb[2] + (size_t) (row.k % x->ne[1]) * x->nb[1],
+        memcpy(xs + i * n_in,
+               (const char *) x->data + (size_t) row.t * x->nb[2] + (size_t) (row.k % x->ne[1]) * x->nb[1],
                (size_t) n_in * sizeof(float));
     }
     if (api->ggml_graph_compute(graph, &plan) != GGML_STATUS_SUCCESS) {
@@ -346,7 +359,8 @@ static bool compute_rows(moestream_context * ctx, ms_scratch * s, const ms_entry
     }
     for (int64_t i = 0; i < n; i++) {
         ms_row row = ctx->rows[entry->first_row + i];
-        memcpy((char *) dst->data + (size_t) row.t * dst->nb[2] + (size_t) row.k * dst->nb[1] + (size_t) r0 * sizeof(float),
+        memcpy((char *) dst->data + (size_t) row.t * dst->nb[2] + (size_t) row.k * dst->nb[1] +
+                   (size_t) r0 * sizeof(float),
                ds + i * n_out, (size_t) n_out * sizeof(float));
     }
     return true;
@@ -356,8 +370,9 @@ static void zero_rows(moestream_context * ctx, const ms_entry * entry, int64_t r
     const struct ggml_tensor * dst = ctx->op.dst;
     for (int i = 0; i < entry->n_rows; i++) {
         ms_row row = ctx->rows[entry->first_row + i];
-        memset((char *) dst->data + (size_t) row.t * dst->nb[2] + (size_t) row.k * dst->nb[1] + (size_t) r0 * sizeof(float), 0,
-               (size_t) (r1 - r0) * sizeof(float));
+        memset((char *) dst->data + (size_t) row.t * dst->nb[2] + (size_t) row.k * dst->nb[1] +
+                   (size_t) r0 * sizeof(float),
+               0, (size_t) (r1 - r0) * sizeof(float));
     }
 }
 
@@ -370,7 +385,8 @@ static bool slice_usable(moestream_context * ctx, const ms_entry * entry, int ch
     }
     if (ms_stream_state(stream, entry->slot, ctx->op.slice) != MS_READY) {
         ms_stream_read_error(stream, entry->slot, ctx->op.slice, &e);
-    } else if (!ctx->ms->verify || chunk != 0 || ms_stream_verify(stream, entry->slot, ctx->op.slice, &e) == MOESTREAM_OK) {
+    } else if (!ctx->ms->verify || chunk != 0 ||
+               ms_stream_verify(stream, entry->slot, ctx->op.slice, &e) == MOESTREAM_OK) {
         return true;
     }
     ms_context_fail(ctx, &e);
@@ -413,7 +429,8 @@ static int next_chunk(moestream_context * ctx, int * chunk, int * pending) {
         ms_entry * entry = &ctx->entry[i];
         if (atomic_load_explicit(&entry->next, memory_order_relaxed) >= op->n_chunks) {
             int expected = i;
-            atomic_compare_exchange_strong(&op->first_open, &expected, i + 1); /* only moves over closed entries in front */
+            atomic_compare_exchange_strong(&op->first_open, &expected,
+                                           i + 1); /* only moves over closed entries in front */
             continue;
         }
         if (!failed && ms_stream_state(ctx->ms->stream, entry->slot, op->slice) == MS_READING) {
@@ -508,8 +525,10 @@ static void wait_for_slots(moestream_context * ctx) {
     uint64_t since = atomic_load_explicit(&ctx->op.slots_since_ns, memory_order_relaxed);
     if (now - since > ctx->ms->deadline_ns && !atomic_load(&ctx->failed)) {
         moestream_error e = {.struct_size = sizeof(e)};
-        ms_fail(&e, MOESTREAM_ERR_IO, ETIMEDOUT, "no slot of the cache became free in %.1f s (deadline_ms): reads into all of them, for this "
-                "or another context, do not end", (double) (now - since) * 1e-9);
+        ms_fail(&e, MOESTREAM_ERR_IO, ETIMEDOUT,
+                "no slot of the cache became free in %.1f s (deadline_ms): reads into all of them, for this "
+                "or another context, do not end",
+                (double) (now - since) * 1e-9);
         ms_context_fail(ctx, &e);
     }
 }

@@ -42,7 +42,8 @@ typedef struct ms_buffer_i {
     void (*reset)(ggml_backend_buffer_t);
 } ms_buffer_i;
 
-typedef ggml_backend_buffer_t (*ms_buffer_init_fn)(ggml_backend_buffer_type_t, ms_buffer_i, void * context, size_t size);
+typedef ggml_backend_buffer_t (*ms_buffer_init_fn)(ggml_backend_buffer_type_t, ms_buffer_i, void * context,
+                                                   size_t size);
 
 /* Offsets of `buft` in a ggml_backend_buffer; `context` follows it. */
 enum { MS_BUFT_OFFSET_A = 9 * sizeof(void *), MS_BUFT_OFFSET_B = 11 * sizeof(void *) };

@@ -99,8 +99,9 @@ static bool gguf_int(const ms_gguf * g, const char * name, int64_t * out) {
 
 static const char * gguf_str(const ms_gguf * g, const char * name) {
     int64_t key = g->api->gguf_find_key(g->gguf, name);
-    return key >= 0 && g->api->gguf_get_kv_type(g->gguf, key) == GGUF_TYPE_STRING ? g->api->gguf_get_val_str(g->gguf, key)
-                                                                                 : NULL;
+    return key >= 0 && g->api->gguf_get_kv_type(g->gguf, key) == GGUF_TYPE_STRING
+               ? g->api->gguf_get_val_str(g->gguf, key)
+               : NULL;
 }
 
 static const char * type_name(const void * api, int type) {
@@ -117,7 +118,17 @@ static int64_t block_size(const void * api, int type) {
 }
 
 ms_gguf_api ms_gguf_functions(const ms_api * api) {
-    return (ms_gguf_api) {.api = api, .open = gguf_open, .close = gguf_close, .n_tensors = gguf_count, .tensor_name = gguf_name,
-                          .tensor_offset = gguf_offset, .tensor_type = gguf_type_of, .tensor_ne = gguf_ne, .get_int = gguf_int,
-                          .get_str = gguf_str, .type_name = type_name, .type_size = type_size, .block_size = block_size};
+    return (ms_gguf_api) {.api = api,
+                          .open = gguf_open,
+                          .close = gguf_close,
+                          .n_tensors = gguf_count,
+                          .tensor_name = gguf_name,
+                          .tensor_offset = gguf_offset,
+                          .tensor_type = gguf_type_of,
+                          .tensor_ne = gguf_ne,
+                          .get_int = gguf_int,
+                          .get_str = gguf_str,
+                          .type_name = type_name,
+                          .type_size = type_size,
+                          .block_size = block_size};
 }

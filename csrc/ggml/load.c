@@ -48,7 +48,8 @@ static moestream_status copy_replay(moestream * ms, const moestream_params * p, 
     }
     const ms_index * index = &ms->plan->index;
     uint64_t n = 0;
-    if (!ms_mul_u64(p->n_replay_tokens, (uint64_t) index->n_layer * (uint64_t) index->n_expert_used, &n) || n > SIZE_MAX / sizeof(int32_t)) {
+    if (!ms_mul_u64(p->n_replay_tokens, (uint64_t) index->n_layer * (uint64_t) index->n_expert_used, &n) ||
+        n > SIZE_MAX / sizeof(int32_t)) {
         return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "a recording of %zu tokens is too long", p->n_replay_tokens);
     }
     ms->replay = ms_calloc((size_t) n, sizeof(*ms->replay));
@@ -58,18 +59,21 @@ static moestream_status copy_replay(moestream * ms, const moestream_params * p, 
     memcpy(ms->replay, p->replay_ids, (size_t) n * sizeof(*ms->replay));
     ms->n_replay = p->n_replay_tokens;
     ms->replay_recall = p->replay_recall;
-    ms_log(MS_LOG_WARN, "experts are chosen by a recording of %zu tokens, not by the router: results are meaningless", ms->n_replay);
+    ms_log(MS_LOG_WARN, "experts are chosen by a recording of %zu tokens, not by the router: results are meaningless",
+           ms->n_replay);
     return MOESTREAM_OK;
 }
 
 static moestream_status open_stream(moestream * ms, const moestream_params * p, moestream_error * err) {
     const ms_index * index = &ms->plan->index;
     if (index->n_banks == 0) {
-        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, "'%s' (%s) has no routed experts to stream; load it without streaming",
-                       index->path[0], index->arch);
+        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0,
+                       "'%s' (%s) has no routed experts to stream; load it without streaming", index->path[0],
+                       index->arch);
     }
     if (index->n_groups == 0) {
-        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, "nothing of '%s' is left to stream: the placement rules keep all its experts elsewhere",
+        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0,
+                       "nothing of '%s' is left to stream: the placement rules keep all its experts elsewhere",
                        index->path[0]);
     }
     uint64_t room = ms_memory_room();
@@ -90,7 +94,8 @@ static moestream_status open_stream(moestream * ms, const moestream_params * p, 
     }
     if (st == MOESTREAM_ERR_NOMEM && chosen) {
         char context[160];
-        snprintf(context, sizeof(context), "cache auto, with %" PRIu64 " bytes of memory free, of which a part stays for other uses", room);
+        snprintf(context, sizeof(context),
+                 "cache auto, with %" PRIu64 " bytes of memory free, of which a part stays for other uses", room);
         ms_fail_context(err, context);
     }
     return st;
@@ -111,8 +116,8 @@ static moestream_status check_params(const moestream_params * p, moestream_error
     };
     for (size_t i = 0; i < sizeof(ranges) / sizeof(ranges[0]); i++) {
         if (ranges[i].value < ranges[i].low || ranges[i].value > ranges[i].high) {
-            return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "%s is %lld, it must be %lld to %lld", ranges[i].name, (long long) ranges[i].value,
-                           (long long) ranges[i].low, (long long) ranges[i].high);
+            return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "%s is %lld, it must be %lld to %lld", ranges[i].name,
+                           (long long) ranges[i].value, (long long) ranges[i].low, (long long) ranges[i].high);
         }
     }
     return MOESTREAM_OK;
@@ -161,9 +166,11 @@ moestream_status ms_store_open(moestream ** out, const char * path, const moestr
         }
         if (st == MOESTREAM_OK) {
             ms->dense_data = ms_calloc((size_t) ms->plan->index.n_tensors + 1, sizeof(*ms->dense_data));
-            st = ms->dense_data != NULL ? st : ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for a table of tensors");
+            st = ms->dense_data != NULL ? st
+                                        : ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for a table of tensors");
         }
-        ms->prefetch = p->prefetch != MOESTREAM_PREFETCH_OFF && p->cache_none == 0 && (ms->replay == NULL || ms->replay_recall > 0);
+        ms->prefetch = p->prefetch != MOESTREAM_PREFETCH_OFF && p->cache_none == 0 &&
+                       (ms->replay == NULL || ms->replay_recall > 0);
     }
     if (st == MOESTREAM_OK) {
         st = make_overrides(ms, err);
@@ -181,8 +188,10 @@ moestream_status ms_store_open(moestream ** out, const char * path, const moestr
 moestream_status ms_store_close(moestream * ms, moestream_error * err) {
     int contexts = atomic_load(&ms->n_contexts), buffers = atomic_load(&ms->n_buffers);
     if (contexts > 0 || buffers > 0) {
-        return ms_fail(err, MOESTREAM_ERR_BUSY, 0, "the store is still in use by %d context(s) and %d buffer(s) of a loaded model; free those first",
-                       contexts, buffers);
+        return ms_fail(
+            err, MOESTREAM_ERR_BUSY, 0,
+            "the store is still in use by %d context(s) and %d buffer(s) of a loaded model; free those first", contexts,
+            buffers);
     }
     destroy(ms);
     return MOESTREAM_OK;
@@ -208,7 +217,8 @@ moestream_status ms_load_begin(moestream * ms, moestream_error * err) {
  * what it loads must be where the plan says. */
 static moestream_status check_arrived(moestream * ms, moestream_error * err) {
     if (ms->stream != NULL && ms->n_streamed_seen == 0) {
-        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, "the model was loaded, but none of its experts came to be streamed");
+        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0,
+                       "the model was loaded, but none of its experts came to be streamed");
     }
     return MOESTREAM_OK;
 }
@@ -256,23 +266,27 @@ static bool on_progress(float done, void * user) {
 
 static moestream_status prepare_params(moestream * ms, struct llama_model_params * p, moestream_error * err) {
     if (p->tensor_buft_overrides != NULL) {
-        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "tensor_buft_overrides is set: give such rules to moestream_open, which keeps one list");
+        return ms_fail(err, MOESTREAM_ERR_INVALID, 0,
+                       "tensor_buft_overrides is set: give such rules to moestream_open, which keeps one list");
     }
     p->tensor_buft_overrides = ms->overrides;
     if (ms->stream == NULL) {
         return MOESTREAM_OK;
     }
     if (p->check_tensors) {
-        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "check_tensors would read every expert; a streamed model cannot be loaded with it");
+        return ms_fail(err, MOESTREAM_ERR_INVALID, 0,
+                       "check_tensors would read every expert; a streamed model cannot be loaded with it");
     }
 #if MS_HAVE_MP_LOAD_MODE
     if (p->load_mode == LLAMA_LOAD_MODE_MLOCK || p->load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK) {
-        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "mlock would lock every expert in memory; a streamed model cannot be loaded with it");
+        return ms_fail(err, MOESTREAM_ERR_INVALID, 0,
+                       "mlock would lock every expert in memory; a streamed model cannot be loaded with it");
     }
     p->load_mode = LLAMA_LOAD_MODE_MMAP; /* the loader then hands over pointers, and reads nothing itself */
 #else
     if (p->use_mlock) {
-        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "use_mlock would lock every expert in memory; a streamed model cannot be loaded with it");
+        return ms_fail(err, MOESTREAM_ERR_INVALID, 0,
+                       "use_mlock would lock every expert in memory; a streamed model cannot be loaded with it");
     }
     p->use_mmap = true;
 #endif
@@ -285,8 +299,8 @@ static moestream_status prepare_params(moestream * ms, struct llama_model_params
 moestream_status ms_load_model(moestream * ms, struct llama_model ** out, const struct llama_model_params * params,
                                moestream_error * err) {
     if (!ms->api->params_match) {
-        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, "built for llama.cpp %s, '%s' is %s: %s", MS_LLAMA_COMMIT, ms->api->path,
-                       ms->api->commit, ms->api->params_why);
+        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, "built for llama.cpp %s, '%s' is %s: %s", MS_LLAMA_COMMIT,
+                       ms->api->path, ms->api->commit, ms->api->params_why);
     }
     struct llama_model_params p = *params;
     progress_chain chain = {.callback = p.progress_callback, .user = p.progress_callback_user_data, .ms = ms};
@@ -302,7 +316,8 @@ moestream_status ms_load_model(moestream * ms, struct llama_model ** out, const 
     struct llama_model * model = ms->api->llama_model_load_from_file(ms->plan->index.path[0], p);
     st = ms_load_end(ms, model, err);
     if (chain.stopped && model == NULL) {
-        st = ms_fail(err, MOESTREAM_ERR_CLOSED, 0, "loading '%s' was stopped by the progress callback", ms->plan->index.path[0]);
+        st = ms_fail(err, MOESTREAM_ERR_CLOSED, 0, "loading '%s' was stopped by the progress callback",
+                     ms->plan->index.path[0]);
     }
     if (st != MOESTREAM_OK) {
         if (model != NULL) {

@@ -12,7 +12,9 @@
 
 #include "ggml/store.h"
 
-enum { MS_FILE_BUFFER = 1 << 20 }; /* glibc copies cookie reads through the FILE's buffer: small ones cost a call per byte */
+enum {
+    MS_FILE_BUFFER = 1 << 20
+}; /* glibc copies cookie reads through the FILE's buffer: small ones cost a call per byte */
 
 typedef struct skip_range {
     uint64_t begin, end;
@@ -88,12 +90,16 @@ static int compare_ranges(const void * a, const void * b) {
 moestream_status ms_load_file(moestream * ms, void ** out_file, moestream_error * err) {
     const ms_index * index = &ms->plan->index;
     if (ms->api->load_from_file_ptr == NULL) {
-        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, "'%s' (ggml %s) has no llama_model_load_from_file_ptr; load with mmap instead, which "
-                       "reads the file once", ms->api->path, ms->api->version);
+        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0,
+                       "'%s' (ggml %s) has no llama_model_load_from_file_ptr; load with mmap instead, which "
+                       "reads the file once",
+                       ms->api->path, ms->api->version);
     }
     if (index->n_files > 1) {
-        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, "'%s' has %d shards; llama_model_load_from_file_ptr takes single files, load with mmap "
-                       "instead", index->path[0], index->n_files);
+        return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0,
+                       "'%s' has %d shards; llama_model_load_from_file_ptr takes single files, load with mmap "
+                       "instead",
+                       index->path[0], index->n_files);
     }
     skip_file * f = ms_calloc(1, sizeof(*f));
     skip_range * skip = ms_calloc((size_t) index->n_banks + 1, sizeof(*skip));
@@ -114,7 +120,8 @@ moestream_status ms_load_file(moestream * ms, void ** out_file, moestream_error 
         }
     }
     qsort(skip, (size_t) f->n_skip, sizeof(*skip), compare_ranges);
-    FILE * file = fopencookie(f, "rb", (cookie_io_functions_t) {.read = skip_read, .seek = skip_seek, .close = skip_close});
+    FILE * file =
+        fopencookie(f, "rb", (cookie_io_functions_t) {.read = skip_read, .seek = skip_seek, .close = skip_close});
     if (file == NULL) {
         skip_close(f);
         return ms_fail(err, MOESTREAM_ERR_NOMEM, errno, "could not make a stream over '%s'", index->path[0]);

@@ -34,13 +34,15 @@ static moestream_status match_tensor(moestream_plan * plan, int i, moestream_err
         char why[160] = "";
         int found = ms_regex_search(plan->rule[r].regex, t->name, why, sizeof(why));
         if (found < 0) {
-            return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "rule %d, '%s', is too complex for tensor '%s': %s", r + 1, plan->rule[r].pattern,
-                           t->name, why);
+            return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "rule %d, '%s', is too complex for tensor '%s': %s", r + 1,
+                           plan->rule[r].pattern, t->name, why);
         }
         if (found) {
             if (plan->rule[r].kind == MS_PLACE_STREAM && t->bank < 0) {
-                return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "rule %d, '%s', sends '%s' to STREAM, but only the weights of routed experts can "
-                               "be streamed", r + 1, plan->rule[r].pattern, t->name);
+                return ms_fail(err, MOESTREAM_ERR_INVALID, 0,
+                               "rule %d, '%s', sends '%s' to STREAM, but only the weights of routed experts can "
+                               "be streamed",
+                               r + 1, plan->rule[r].pattern, t->name);
             }
             plan->tensor_rule[i] = r;
             plan->rule[r].n_matched++;
@@ -99,7 +101,8 @@ static void warn_unmatched(moestream_plan * plan) {
             continue;
         }
         if (plan->index.n_banks == 0 && strcmp(rule->origin, "rules") != 0) {
-            ms_plan_warn(plan, "%s has no effect: the model (%s) has no routed experts", rule->origin, plan->index.arch);
+            ms_plan_warn(plan, "%s has no effect: the model (%s) has no routed experts", rule->origin,
+                         plan->index.arch);
         } else if (strcmp(rule->origin, "n_cpu_moe") != 0 || plan->n_cpu_moe > plan->first_moe_layer) {
             /* else said already, with the first block that has experts */
             ms_plan_warn(plan, "rule %d, '%s' (%s), matches no tensor%s", r + 1, rule->pattern, rule->origin,
@@ -109,7 +112,8 @@ static void warn_unmatched(moestream_plan * plan) {
 }
 
 static bool same_place(const moestream_plan * plan, int a, int b) {
-    return a == b || (a >= 0 && b >= 0 && plan->rule[a].kind == plan->rule[b].kind && plan->rule[a].buft == plan->rule[b].buft);
+    return a == b ||
+           (a >= 0 && b >= 0 && plan->rule[a].kind == plan->rule[b].kind && plan->rule[a].buft == plan->rule[b].buft);
 }
 
 /* A rule of the user that takes some expert matrices of a block but leaves the fused gate_up, or takes shared experts
@@ -120,7 +124,7 @@ static void warn_partial(moestream_plan * plan) {
             continue;
         }
         const char * shared = NULL;
-        const ms_tensor * taken = NULL, * missed = NULL;
+        const ms_tensor *taken = NULL, *missed = NULL;
         for (int i = 0; i < plan->index.n_tensors; i++) {
             const ms_tensor * t = &plan->index.tensor[i];
             bool mine = plan->tensor_rule[i] == r;
@@ -133,25 +137,30 @@ static void warn_partial(moestream_plan * plan) {
         }
         for (int i = 0; taken != NULL && missed == NULL && i < plan->index.n_tensors; i++) {
             const ms_tensor * t = &plan->index.tensor[i];
-            if (t->bank >= 0 && t->layer == taken->layer && !same_place(plan, plan->tensor_rule[i], r) && strstr(t->name, "gate_up") != NULL) {
+            if (t->bank >= 0 && t->layer == taken->layer && !same_place(plan, plan->tensor_rule[i], r) &&
+                strstr(t->name, "gate_up") != NULL) {
                 missed = t;
             }
         }
         if (missed != NULL) {
-            ms_plan_warn(plan, "rule %d, '%s', takes '%s' but misses the fused tensor '%s'; say ffn_(up|down|gate|gate_up)_exps", r + 1,
-                         plan->rule[r].pattern, taken->name, missed->name);
+            ms_plan_warn(
+                plan, "rule %d, '%s', takes '%s' but misses the fused tensor '%s'; say ffn_(up|down|gate|gate_up)_exps",
+                r + 1, plan->rule[r].pattern, taken->name, missed->name);
         }
         if (shared != NULL && taken != NULL) {
-            ms_plan_warn(plan, "rule %d, '%s', takes shared experts ('%s') along with routed ones ('%s'); shared experts are used by every "
-                         "token", r + 1, plan->rule[r].pattern, shared, taken->name);
+            ms_plan_warn(plan,
+                         "rule %d, '%s', takes shared experts ('%s') along with routed ones ('%s'); shared experts are "
+                         "used by every "
+                         "token",
+                         r + 1, plan->rule[r].pattern, shared, taken->name);
         }
     }
 }
 
 /* ---- open ---- */
 
-moestream_status ms_plan_open(moestream_plan ** out, const ms_api * api, const char * path, const moestream_params * params,
-                              moestream_error * err) {
+moestream_status ms_plan_open(moestream_plan ** out, const ms_api * api, const char * path,
+                              const moestream_params * params, moestream_error * err) {
     moestream_plan * plan = ms_calloc(1, sizeof(*plan));
     if (plan == NULL) {
         return ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for a plan");

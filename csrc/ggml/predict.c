@@ -102,7 +102,8 @@ static int ask_router(moestream_context * ctx, const ms_router * r, int group, c
             float logit = 0;
             f32->vec_dot((int) r->n_in, &logit, 0, r->weight + (int64_t) e * r->n_in, 0, in, 0, 1);
             logit += r->bias != NULL ? r->bias[e] : 0;
-            ctx->guess_score[e] = r->selection_bias != NULL ? 1.0f / (1.0f + expf(-logit)) + r->selection_bias[e] : logit;
+            ctx->guess_score[e] =
+                r->selection_bias != NULL ? 1.0f / (1.0f + expf(-logit)) + r->selection_bias[e] : logit;
         }
         /* tokens may choose the same expert: the stream passes over what it has */
         if (n + n_used <= ctx->n_guess_room) {
@@ -120,10 +121,12 @@ static int ask_recording(moestream_context * ctx, int group, int64_t n_tokens) {
         for (int k = 0; k < index->n_expert_used && n < ctx->n_guess_room; k++) {
             size_t token = (ctx->replay_token + (size_t) t) % ms->n_replay;
             size_t layer = (size_t) index->group[group].layer;
-            int32_t right = ms->replay[(token * (size_t) index->n_layer + layer) * (size_t) index->n_expert_used + (size_t) k];
+            int32_t right =
+                ms->replay[(token * (size_t) index->n_layer + layer) * (size_t) index->n_expert_used + (size_t) k];
             ctx->guess_random = ctx->guess_random * 6364136223846793005u + 1442695040888963407u;
             bool hit = (double) (ctx->guess_random >> 40) < ms->replay_recall * (double) (1 << 24);
-            ctx->guess[n++] = hit ? right : (int32_t) ((ctx->guess_random >> 20) % (uint64_t) index->group[group].n_expert);
+            ctx->guess[n++] =
+                hit ? right : (int32_t) ((ctx->guess_random >> 20) % (uint64_t) index->group[group].n_expert);
         }
     }
     return n;
@@ -146,7 +149,6 @@ static bool nearly_all_used(const ms_index * index, int group, int64_t n_tokens)
     return unused <= 0 || pow(unused, (double) n_tokens) < 0.1;
 }
 
-
 /* Nothing was missed for two tokens: then there is nothing to win. */
 static bool all_cached(moestream_context * ctx) {
     if (ctx->total.n_misses != ctx->guess_misses) {
@@ -163,7 +165,8 @@ static bool paused(moestream_context * ctx) {
         ctx->guess_pause--;
         return true;
     }
-    uint64_t made = ctx->total.n_prefetch - ctx->guess_seen, useful = ctx->total.n_prefetch_useful - ctx->guess_seen_useful;
+    uint64_t made = ctx->total.n_prefetch - ctx->guess_seen,
+             useful = ctx->total.n_prefetch_useful - ctx->guess_seen_useful;
     if (made < MS_LOOK_EVERY) {
         return false;
     }
@@ -171,8 +174,8 @@ static bool paused(moestream_context * ctx) {
     ctx->guess_seen_useful = ctx->total.n_prefetch_useful;
     if (useful * 100 < made * MS_USEFUL_PERCENT) {
         ctx->guess_pause = MS_PAUSE_PASSES;
-        ms_log(MS_LOG_INFO, "reading ahead pauses: %llu of the last %llu guesses were used", (unsigned long long) useful,
-               (unsigned long long) made);
+        ms_log(MS_LOG_INFO, "reading ahead pauses: %llu of the last %llu guesses were used",
+               (unsigned long long) useful, (unsigned long long) made);
     }
     return ctx->guess_pause > 0;
 }

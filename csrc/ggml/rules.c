@@ -24,11 +24,12 @@ static moestream_status unknown_place(const ms_api * api, const char * place, in
             snprintf(names + len, sizeof(names) - len, ", %s", name);
         }
     }
-    return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "rule %d names the unknown place '%s'; there are: %s", rule + 1, place, names);
+    return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "rule %d names the unknown place '%s'; there are: %s", rule + 1,
+                   place, names);
 }
 
-static moestream_status resolve_place(const ms_api * api, ms_rule * rule, const char * place, int number, bool streaming,
-                                      moestream_error * err) {
+static moestream_status resolve_place(const ms_api * api, ms_rule * rule, const char * place, int number,
+                                      bool streaming, moestream_error * err) {
     snprintf(rule->place, sizeof(rule->place), "%s", place);
     if (strcmp(place, "DEFAULT") == 0) {
         rule->kind = MS_PLACE_DEFAULT;
@@ -36,7 +37,8 @@ static moestream_status resolve_place(const ms_api * api, ms_rule * rule, const 
     }
     if (strcmp(place, "STREAM") == 0) {
         if (!streaming) {
-            return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "rule %d sends tensors to STREAM, but streaming is off", number + 1);
+            return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "rule %d sends tensors to STREAM, but streaming is off",
+                           number + 1);
         }
         rule->kind = MS_PLACE_STREAM;
         return MOESTREAM_OK;
@@ -70,14 +72,16 @@ static moestream_status check_user_pattern(const moestream_rule * r, int number,
     }
     size_t len = strlen(r->pattern);
     if (len > MS_MAX_PATTERN) {
-        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "rule %d, '%.60s...', has a pattern of %zu bytes, the limit is %d", number, r->pattern,
-                       len, MS_MAX_PATTERN);
+        return ms_fail(err, MOESTREAM_ERR_INVALID, 0,
+                       "rule %d, '%.60s...', has a pattern of %zu bytes, the limit is %d", number, r->pattern, len,
+                       MS_MAX_PATTERN);
     }
     /* Such a rule is handed over inside the patterns of the rules behind it (emit), where its groups have other numbers. */
     if (strcmp(r->place, "DEFAULT") == 0) {
         for (const char * c = r->pattern; *c != '\0'; c++) {
             if (*c == '\\' && *++c >= '1' && *c <= '9') {
-                return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "rule %d, '%s', refers back to a group; a DEFAULT rule cannot", number, r->pattern);
+                return ms_fail(err, MOESTREAM_ERR_INVALID, 0,
+                               "rule %d, '%s', refers back to a group; a DEFAULT rule cannot", number, r->pattern);
             }
             if (*c == '\0') {
                 break;
@@ -90,8 +94,10 @@ static moestream_status check_user_pattern(const moestream_rule * r, int number,
 static moestream_status add_rule(moestream_plan * plan, const char * pattern, const char * place, const char * origin,
                                  moestream_error * err) {
     if (plan->n_rules >= plan->max_rules) {
-        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "there are more than %d placement rules, which is all that llama.cpp takes (the rules "
-                       "made by n_cpu_moe, cpu_moe and streaming count, too)", plan->max_rules);
+        return ms_fail(err, MOESTREAM_ERR_INVALID, 0,
+                       "there are more than %d placement rules, which is all that llama.cpp takes (the rules "
+                       "made by n_cpu_moe, cpu_moe and streaming count, too)",
+                       plan->max_rules);
     }
     ms_rule * rule = &plan->rule[plan->n_rules];
     memset(rule, 0, sizeof(*rule));
@@ -113,8 +119,9 @@ static moestream_status add_rule(moestream_plan * plan, const char * pattern, co
         return ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for rule %d", plan->n_rules);
     }
     if (rule->regex == NULL) {
-        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "rule %d, '%s', is not a valid pattern (ECMAScript, as llama.cpp takes it): %s",
-                       plan->n_rules, pattern, why);
+        return ms_fail(err, MOESTREAM_ERR_INVALID, 0,
+                       "rule %d, '%s', is not a valid pattern (ECMAScript, as llama.cpp takes it): %s", plan->n_rules,
+                       pattern, why);
     }
     return MOESTREAM_OK;
 }
@@ -138,8 +145,8 @@ static char * blocks_pattern(const bool * in, int n_layer, const char * what) {
     return text;
 }
 
-static moestream_status add_blocks(moestream_plan * plan, const bool * in, int n_layer, const char * what, const char * place,
-                                   const char * origin, moestream_error * err) {
+static moestream_status add_blocks(moestream_plan * plan, const bool * in, int n_layer, const char * what,
+                                   const char * place, const char * origin, moestream_error * err) {
     bool any = false;
     for (int il = 0; il < n_layer; il++) {
         any |= in[il];
@@ -172,17 +179,20 @@ static moestream_status add_cpu_layers(moestream_plan * plan, const moestream_pa
         in[il] = true;
     }
     if (p->n_cpu_moe > n_layer) {
-        ms_plan_warn(plan, "n_cpu_moe is %d, the model has %d blocks: all routed experts stay on the CPU", p->n_cpu_moe, n_layer);
+        ms_plan_warn(plan, "n_cpu_moe is %d, the model has %d blocks: all routed experts stay on the CPU", p->n_cpu_moe,
+                     n_layer);
     }
     for (size_t i = 0; i < p->n_cpu_moe_layers; i++) {
         int il = p->cpu_moe_layers[i];
         if (il < 0 || il >= n_layer) {
-            return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "cpu_moe_layers names block %d, the model has blocks 0 to %d", il, n_layer - 1);
+            return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "cpu_moe_layers names block %d, the model has blocks 0 to %d",
+                           il, n_layer - 1);
         }
         in[il] = true;
     }
     if (n > 0 && plan->first_moe_layer >= n) {
-        ms_plan_warn(plan, "n_cpu_moe = %d moves nothing: the first block with routed experts is %d", p->n_cpu_moe, plan->first_moe_layer);
+        ms_plan_warn(plan, "n_cpu_moe = %d moves nothing: the first block with routed experts is %d", p->n_cpu_moe,
+                     plan->first_moe_layer);
     }
     return add_blocks(plan, in, n_layer, EXPERTS, "CPU", p->n_cpu_moe_layers > 0 ? "cpu_moe_layers" : "n_cpu_moe", err);
 }
@@ -190,7 +200,8 @@ static moestream_status add_cpu_layers(moestream_plan * plan, const moestream_pa
 /* Dense weights that llama.cpp would leave in CPU memory: all of them without offloading, else those of the blocks before
  * the offloaded ones. Tensors outside the blocks are left alone then: a tied embedding is also the output matrix, which
  * belongs on the device. */
-static moestream_status add_dense(moestream_plan * plan, const moestream_params * p, int n_layer, bool * in, moestream_error * err) {
+static moestream_status add_dense(moestream_plan * plan, const moestream_params * p, int n_layer, bool * in,
+                                  moestream_error * err) {
     if (p->n_gpu_layers == 0) {
         return add_rule(plan, ".", MS_DENSE_NAME, "dense", err);
     }
@@ -259,7 +270,8 @@ moestream_status ms_rules_build(moestream_plan * plan, const moestream_params * 
     }
     plan->max_rules = most_rules(plan->api);
     if (p->n_rules > (size_t) plan->max_rules) {
-        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "%zu placement rules were given, llama.cpp takes at most %d", p->n_rules, plan->max_rules);
+        return ms_fail(err, MOESTREAM_ERR_INVALID, 0, "%zu placement rules were given, llama.cpp takes at most %d",
+                       p->n_rules, plan->max_rules);
     }
     int n_layer = count_blocks(&plan->index);
     /* our own at most four rules come on top; the list as a whole is still bounded by what llama.cpp takes */

@@ -8,8 +8,7 @@
 
 #include "ggml/api.h"
 
-#define REFUSE(...)                                                                                                    \
-    return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, __VA_ARGS__)
+#define REFUSE(...) return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, __VA_ARGS__)
 
 static void dummy_op(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
     (void) dst;
@@ -25,24 +24,26 @@ static moestream_status check_nodes(ms_api * api, struct ggml_context * c, moest
     struct ggml_tensor * x = api->ggml_new_tensor_3d(c, GGML_TYPE_F32, 8, 1, 3);
     struct ggml_tensor * ids = api->ggml_new_tensor_2d(c, GGML_TYPE_I32, 1, 3);
     api->ggml_set_name(w, "probe");
-    if (w->type != GGML_TYPE_F32 || w->ne[0] != 8 || w->ne[1] != 4 || w->ne[2] != 2 || w->nb[1] != 32 || w->nb[2] != 128 ||
-        strcmp(w->name, "probe") != 0) {
-        REFUSE("struct ggml_tensor of '%s' (ggml %s, commit %s) is not the one of llama.cpp %s", api->path, api->version,
-               api->commit, MS_LLAMA_COMMIT);
+    if (w->type != GGML_TYPE_F32 || w->ne[0] != 8 || w->ne[1] != 4 || w->ne[2] != 2 || w->nb[1] != 32 ||
+        w->nb[2] != 128 || strcmp(w->name, "probe") != 0) {
+        REFUSE("struct ggml_tensor of '%s' (ggml %s, commit %s) is not the one of llama.cpp %s", api->path,
+               api->version, api->commit, MS_LLAMA_COMMIT);
     }
     struct ggml_tensor * m = api->ggml_mul_mat_id(c, w, x, ids);
     struct ggml_tensor * args[3] = {w, x, ids};
     int mark = 0;
-    struct ggml_tensor * t = api->ggml_custom_4d(c, GGML_TYPE_F32, 4, 1, 3, 1, args, 3, dummy_op, GGML_N_TASKS_MAX, &mark);
+    struct ggml_tensor * t =
+        api->ggml_custom_4d(c, GGML_TYPE_F32, 4, 1, 3, 1, args, 3, dummy_op, GGML_N_TASKS_MAX, &mark);
     ms_custom_params p;
     memcpy(&p, t->op_params, sizeof(p));
     if (m->src[0] != w || m->src[1] != x || m->src[2] != ids || m->ne[0] != 4 || m->ne[1] != 1 || m->ne[2] != 3) {
-        REFUSE("MUL_MAT_ID of '%s' (ggml %s, commit %s) has another shape than we rely on", api->path, api->version, api->commit);
-    }
-    if (p.fun != dummy_op || p.n_tasks != GGML_N_TASKS_MAX || p.userdata != &mark || t->src[0] != w || t->src[2] != ids ||
-        t->op == m->op) {
-        REFUSE("custom operations of '%s' (ggml %s, commit %s) have another layout than we rely on", api->path, api->version,
+        REFUSE("MUL_MAT_ID of '%s' (ggml %s, commit %s) has another shape than we rely on", api->path, api->version,
                api->commit);
+    }
+    if (p.fun != dummy_op || p.n_tasks != GGML_N_TASKS_MAX || p.userdata != &mark || t->src[0] != w ||
+        t->src[2] != ids || t->op == m->op) {
+        REFUSE("custom operations of '%s' (ggml %s, commit %s) have another layout than we rely on", api->path,
+               api->version, api->commit);
     }
     api->op_mul_mat_id = (int) m->op;
     api->op_custom = (int) t->op;
@@ -111,8 +112,10 @@ static moestream_status check_buffers(ms_api * api, moestream_error * err) {
     ms_buffer_i none;
     memset(&none, 0, sizeof(none));
     char * b = (char *) api->buffer_init(t, none, probe_memory, sizeof(probe_memory));
-    bool at_b = *(void **) (b + MS_BUFT_OFFSET_B) == (void *) t && *(void **) (b + MS_BUFT_OFFSET_B + sizeof(void *)) == probe_memory;
-    bool at_a = *(void **) (b + MS_BUFT_OFFSET_A) == (void *) t && *(void **) (b + MS_BUFT_OFFSET_A + sizeof(void *)) == probe_memory;
+    bool at_b = *(void **) (b + MS_BUFT_OFFSET_B) == (void *) t &&
+                *(void **) (b + MS_BUFT_OFFSET_B + sizeof(void *)) == probe_memory;
+    bool at_a = *(void **) (b + MS_BUFT_OFFSET_A) == (void *) t &&
+                *(void **) (b + MS_BUFT_OFFSET_A + sizeof(void *)) == probe_memory;
     if (at_a == at_b) {
         REFUSE("buffers of '%s' (ggml %s, commit %s) have a layout this version does not know", api->path, api->version,
                api->commit);
@@ -130,8 +133,8 @@ static moestream_status check_buffers(ms_api * api, moestream_error * err) {
     memset(&calls, 0, sizeof(calls));
     ggml_backend_buffer_t buffer = ms_buffer_make(api, t, &iface, probe_memory, sizeof(probe_memory));
     bool ok = api->ggml_backend_buffer_get_size(buffer) == sizeof(probe_memory) &&
-              api->ggml_backend_buffer_get_type(buffer) == t && api->ggml_backend_buffer_get_base(buffer) == probe_memory &&
-              calls.base == 1;
+              api->ggml_backend_buffer_get_type(buffer) == t &&
+              api->ggml_backend_buffer_get_base(buffer) == probe_memory && calls.base == 1;
     if (ok) {
         api->ggml_backend_buffer_set_usage(buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
         api->ggml_backend_buffer_reset(buffer);

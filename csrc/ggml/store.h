@@ -183,7 +183,8 @@ void ms_context_free(moestream_context * ctx);
 void ms_context_fail(moestream_context * ctx, const moestream_error * error);
 
 /* load.c */
-moestream_status ms_store_open(moestream ** out, const char * path, const moestream_params * params, moestream_error * err);
+moestream_status ms_store_open(moestream ** out, const char * path, const moestream_params * params,
+                               moestream_error * err);
 /* Writes ms->describe anew. */
 void ms_store_describe(moestream * ms);
 moestream_status ms_store_close(moestream * ms, moestream_error * err);
@@ -203,6 +204,7 @@ uint64_t ms_memory_room_at(const char * proc);
 uint64_t ms_budget_auto(const moestream_plan * plan, uint64_t room, uint64_t reserve);
 /* NOMEM, with the numbers, if a slab of `cache_bytes` and the dense weights cannot fit into `room`: said now, rather
  * than by the kernel's killer later. */
-moestream_status ms_budget_check(const moestream_plan * plan, uint64_t room, uint64_t cache_bytes, moestream_error * err);
+moestream_status ms_budget_check(const moestream_plan * plan, uint64_t room, uint64_t cache_bytes,
+                                 moestream_error * err);
 
 #endif

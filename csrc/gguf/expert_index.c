@@ -36,14 +36,17 @@ static moestream_status check_magic(const char * path, uint64_t * file_bytes, mo
         return ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "'%s' is not a GGUF file (%lld bytes, no GGUF magic)", path,
                        (long long) st.st_size);
     }
-    uint32_t version = (uint32_t) head[4] | (uint32_t) head[5] << 8 | (uint32_t) head[6] << 16 | (uint32_t) head[7] << 24;
+    uint32_t version =
+        (uint32_t) head[4] | (uint32_t) head[5] << 8 | (uint32_t) head[6] << 16 | (uint32_t) head[7] << 24;
     if ((version & 0xffffu) == 0) {
         return ms_fail(err, MOESTREAM_ERR_FORMAT, 0,
-                       "'%s' is a big-endian GGUF (version field 0x%08" PRIx32 "); convert it to little-endian", path, version);
+                       "'%s' is a big-endian GGUF (version field 0x%08" PRIx32 "); convert it to little-endian", path,
+                       version);
     }
     if (version != MS_GGUF_VERSION) {
-        return ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "'%s' is GGUF version %" PRIu32 ", only version %d is supported; convert it again",
-                       path, version, MS_GGUF_VERSION);
+        return ms_fail(err, MOESTREAM_ERR_FORMAT, 0,
+                       "'%s' is GGUF version %" PRIu32 ", only version %d is supported; convert it again", path,
+                       version, MS_GGUF_VERSION);
     }
     *file_bytes = (uint64_t) st.st_size;
     return MOESTREAM_OK;
@@ -61,8 +64,9 @@ static moestream_status open_gguf(ms_gguf ** out, const ms_gguf_api * api, const
     ms_log_clear_foreign_error();
     ms_gguf * g = api->open(api->api, path);
     if (g == NULL) {
-        return ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "the GGUF header of '%s' (%" PRIu64 " bytes) is damaged or cut short: %s",
-                       path, *file_bytes, ms_log_last_foreign_error());
+        return ms_fail(err, MOESTREAM_ERR_FORMAT, 0,
+                       "the GGUF header of '%s' (%" PRIu64 " bytes) is damaged or cut short: %s", path, *file_bytes,
+                       ms_log_last_foreign_error());
     }
     *out = g;
     return MOESTREAM_OK;
@@ -89,9 +93,9 @@ static bool ends_with(const char * s, const char * tail) {
 /* Routed expert weights: "blk.N.ffn_{up,down,gate,gate_up}_{,ch}exps.weight", one matrix per expert. Biases and scales
  * of experts are small and stay dense. */
 static bool is_expert_tensor(const ms_tensor * t) {
-    static const char * const tail[] = {".ffn_up_exps.weight", ".ffn_down_exps.weight", ".ffn_gate_exps.weight",
-                                        ".ffn_gate_up_exps.weight", ".ffn_up_chexps.weight", ".ffn_down_chexps.weight",
-                                        ".ffn_gate_chexps.weight", ".ffn_gate_up_chexps.weight"};
+    static const char * const tail[] = {
+        ".ffn_up_exps.weight",   ".ffn_down_exps.weight",   ".ffn_gate_exps.weight",   ".ffn_gate_up_exps.weight",
+        ".ffn_up_chexps.weight", ".ffn_down_chexps.weight", ".ffn_gate_chexps.weight", ".ffn_gate_up_chexps.weight"};
     if (t->layer < 0 || t->ne[3] != 1) {
         return false;
     }
@@ -111,8 +115,8 @@ static moestream_status add_tensor(ms_index * index, const ms_gguf_api * api, co
     ms_tensor * t = &index->tensor[index->n_tensors];
     const char * name = api->tensor_name(g, i);
     if (name == NULL || name[0] == '\0' || strlen(name) >= sizeof(t->name)) {
-        return ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "tensor %lld of '%s' has an empty name or one of over %d bytes", (long long) i,
-                       path, MS_NAME_BYTES - 1);
+        return ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "tensor %lld of '%s' has an empty name or one of over %d bytes",
+                       (long long) i, path, MS_NAME_BYTES - 1);
     }
     memset(t, 0, sizeof(*t));
     snprintf(t->name, sizeof(t->name), "%s", name);
@@ -124,7 +128,8 @@ static moestream_status add_tensor(ms_index * index, const ms_gguf_api * api, co
     uint64_t block_bytes = api->type_size(api->api, t->type);
     int64_t block = api->block_size(api->api, t->type);
     if (block_bytes == 0 || block <= 0) {
-        return ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "tensor '%s' of '%s' has the unknown type %d", name, path, t->type);
+        return ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "tensor '%s' of '%s' has the unknown type %d", name, path,
+                       t->type);
     }
     const char * type_name = api->type_name(api->api, t->type);
     snprintf(t->type_name, sizeof(t->type_name), "%s", type_name != NULL ? type_name : "?");
@@ -135,9 +140,10 @@ static moestream_status add_tensor(ms_index * index, const ms_gguf_api * api, co
     for (int d = 0; d < 4; d++) {
         uint64_t factor = d == 0 ? (uint64_t) (t->ne[0] / block) : (uint64_t) t->ne[d];
         if (t->ne[d] <= 0 || (d == 0 && t->ne[0] % block != 0) || !ms_mul_u64(bytes, factor, &bytes)) {
-            return ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "tensor '%s' of '%s' has an impossible shape [%lld, %lld, %lld, %lld] for %s",
-                           name, path, (long long) t->ne[0], (long long) t->ne[1], (long long) t->ne[2],
-                           (long long) t->ne[3], t->type_name);
+            return ms_fail(err, MOESTREAM_ERR_FORMAT, 0,
+                           "tensor '%s' of '%s' has an impossible shape [%lld, %lld, %lld, %lld] for %s", name, path,
+                           (long long) t->ne[0], (long long) t->ne[1], (long long) t->ne[2], (long long) t->ne[3],
+                           t->type_name);
         }
         if (d == 0) {
             t->row_bytes = bytes;
@@ -148,8 +154,9 @@ static moestream_status add_tensor(ms_index * index, const ms_gguf_api * api, co
     uint64_t end;
     if (!ms_add_u64(t->offset, bytes, &end) || end > index->file_bytes[file]) {
         return ms_fail(err, MOESTREAM_ERR_EOF, 0,
-                       "'%s' is cut short: tensor '%s' needs %" PRIu64 " bytes at offset %" PRIu64 ", the file has %" PRIu64, path,
-                       name, bytes, t->offset, index->file_bytes[file]);
+                       "'%s' is cut short: tensor '%s' needs %" PRIu64 " bytes at offset %" PRIu64
+                       ", the file has %" PRIu64,
+                       path, name, bytes, t->offset, index->file_bytes[file]);
     }
     index->n_tensors++;
     return MOESTREAM_OK;
@@ -159,8 +166,8 @@ static moestream_status add_file(ms_index * index, const ms_gguf_api * api, cons
                                  moestream_error * err) {
     int64_t n = api->n_tensors(g);
     if (n < 0 || n > MS_MAX_TENSORS || index->n_tensors + n > MS_MAX_TENSORS) {
-        return ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "'%s' claims %lld tensors, the limit is %d", index->path[file], (long long) n,
-                       MS_MAX_TENSORS);
+        return ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "'%s' claims %lld tensors, the limit is %d", index->path[file],
+                       (long long) n, MS_MAX_TENSORS);
     }
     size_t want = (size_t) (index->n_tensors + n);
     ms_tensor * grown = want == 0 ? index->tensor : realloc(index->tensor, want * sizeof(*grown));
@@ -195,7 +202,8 @@ static moestream_status add_shards(ms_index * index, const ms_gguf_api * api, in
         char path[PATH_MAX];
         if (!shard_path(path, sizeof(path), index->path[0], no, count)) {
             return ms_fail(err, MOESTREAM_ERR_INVALID, 0,
-                           "'%s' is one of %d shards, but its name does not end in '-00001-of-%05d.gguf', so the others cannot be found",
+                           "'%s' is one of %d shards, but its name does not end in '-00001-of-%05d.gguf', so the "
+                           "others cannot be found",
                            index->path[0], count, count);
         }
         index->path[no] = ms_strdup(path);
@@ -213,10 +221,11 @@ static moestream_status add_shards(ms_index * index, const ms_gguf_api * api, in
         }
         int64_t found = -1;
         if (!api->get_int(g, "split.no", &found) || found != no) {
-            st = ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "'%s' should be shard %d of %d, but says it is shard %lld", path, no + 1, count,
-                         (long long) found + 1);
+            st = ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "'%s' should be shard %d of %d, but says it is shard %lld", path,
+                         no + 1, count, (long long) found + 1);
         } else if (!api->get_int(g, "split.count", &found) || found != count) {
-            st = ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "'%s' is shard %d of %lld, not of %d: it belongs to another split", path, no + 1,
+            st = ms_fail(err, MOESTREAM_ERR_FORMAT, 0,
+                         "'%s' is shard %d of %lld, not of %d: it belongs to another split", path, no + 1,
                          (long long) found, count);
         } else {
             st = add_file(index, api, g, no, err);
@@ -243,7 +252,8 @@ static moestream_status sort_names(ms_index * index, moestream_error * err) {
     for (int gap = index->n_tensors / 2; gap > 0; gap /= 2) {
         for (int i = gap; i < index->n_tensors; i++) {
             int v = index->by_name[i], j = i;
-            for (; j >= gap && strcmp(index->tensor[index->by_name[j - gap]].name, index->tensor[v].name) > 0; j -= gap) {
+            for (; j >= gap && strcmp(index->tensor[index->by_name[j - gap]].name, index->tensor[v].name) > 0;
+                 j -= gap) {
                 index->by_name[j] = index->by_name[j - gap];
             }
             index->by_name[j] = v;
@@ -282,17 +292,22 @@ static moestream_status build_banks(ms_index * index, moestream_error * err) {
             continue;
         }
         if (t->ne[2] > MS_MAX_EXPERTS) {
-            return ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "tensor '%s' claims %lld experts, the limit is %d", t->name, (long long) t->ne[2],
-                           MS_MAX_EXPERTS);
+            return ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "tensor '%s' claims %lld experts, the limit is %d", t->name,
+                           (long long) t->ne[2], MS_MAX_EXPERTS);
         }
         uint64_t slice_bytes = t->bytes / (uint64_t) t->ne[2];
         if (slice_bytes > INT32_MAX) {
-            return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, "one expert of '%s' has %" PRIu64 " bytes, the limit is %d", t->name,
-                           slice_bytes, INT32_MAX);
+            return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0,
+                           "one expert of '%s' has %" PRIu64 " bytes, the limit is %d", t->name, slice_bytes,
+                           INT32_MAX);
         }
         t->bank = index->n_banks++;
-        index->bank[t->bank] = (ms_bank) {.tensor = i, .group = -1, .n_expert = (int) t->ne[2], .file = t->file,
-                                          .offset = t->offset, .slice_bytes = slice_bytes};
+        index->bank[t->bank] = (ms_bank) {.tensor = i,
+                                          .group = -1,
+                                          .n_expert = (int) t->ne[2],
+                                          .file = t->file,
+                                          .offset = t->offset,
+                                          .slice_bytes = slice_bytes};
     }
     return MOESTREAM_OK;
 }
@@ -337,16 +352,18 @@ static moestream_status open_first(ms_index * index, const ms_gguf_api * api, in
     int64_t no = 0, count = 0;
     if (api->get_int(g, "split.count", &count) && count > 1) {
         if (api->get_int(g, "split.no", &no) && no != 0) {
-            st = ms_fail(err, MOESTREAM_ERR_INVALID, 0, "'%s' is shard %lld of %lld; pass the first shard, whose name ends in '-00001-of-%05lld.gguf'",
+            st = ms_fail(err, MOESTREAM_ERR_INVALID, 0,
+                         "'%s' is shard %lld of %lld; pass the first shard, whose name ends in '-00001-of-%05lld.gguf'",
                          index->path[0], (long long) no + 1, (long long) count, (long long) count);
         } else if (count > MS_MAX_FILES) {
-            st = ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "'%s' claims %lld shards, the limit is %d", index->path[0], (long long) count,
-                         MS_MAX_FILES);
+            st = ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "'%s' claims %lld shards, the limit is %d", index->path[0],
+                         (long long) count, MS_MAX_FILES);
         }
     }
     const char * arch = api->get_str(g, "general.architecture");
     if (st == MOESTREAM_OK && arch == NULL) {
-        st = ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "'%s' has no general.architecture; it is not a model", index->path[0]);
+        st = ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "'%s' has no general.architecture; it is not a model",
+                     index->path[0]);
     }
     if (st == MOESTREAM_OK) {
         snprintf(index->arch, sizeof(index->arch), "%s", arch);

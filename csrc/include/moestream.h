@@ -48,17 +48,17 @@ enum { MOESTREAM_ABI_VERSION = 1 };
 /* ---- status and error ------------------------------------------------------------------------------------------ */
 
 typedef enum moestream_status {
-    MOESTREAM_OK              = 0,
-    MOESTREAM_ERR_INVALID     = -1, /* an argument or option made no sense */
-    MOESTREAM_ERR_NOMEM       = -2, /* memory was refused, or a budget is too small; the message has the number */
-    MOESTREAM_ERR_IO          = -3, /* the system refused a read or an open; os_errno says why */
-    MOESTREAM_ERR_EOF         = -4, /* a file ended before the bytes it promised */
-    MOESTREAM_ERR_FORMAT      = -5, /* not a GGUF, or one whose numbers contradict each other */
+    MOESTREAM_OK = 0,
+    MOESTREAM_ERR_INVALID = -1, /* an argument or option made no sense */
+    MOESTREAM_ERR_NOMEM = -2, /* memory was refused, or a budget is too small; the message has the number */
+    MOESTREAM_ERR_IO = -3, /* the system refused a read or an open; os_errno says why */
+    MOESTREAM_ERR_EOF = -4, /* a file ended before the bytes it promised */
+    MOESTREAM_ERR_FORMAT = -5, /* not a GGUF, or one whose numbers contradict each other */
     MOESTREAM_ERR_UNSUPPORTED = -6, /* understood, but this build, model or llama.cpp cannot do it */
-    MOESTREAM_ERR_BUSY        = -7, /* still in use */
-    MOESTREAM_ERR_CLOSED      = -8, /* used after close, or aborted by the caller */
-    MOESTREAM_ERR_CORRUPT     = -9, /* bytes in memory differ from what was read first (verify) */
-    MOESTREAM_ERR_INTERNAL    = -10 /* a defect in this library */
+    MOESTREAM_ERR_BUSY = -7, /* still in use */
+    MOESTREAM_ERR_CLOSED = -8, /* used after close, or aborted by the caller */
+    MOESTREAM_ERR_CORRUPT = -9, /* bytes in memory differ from what was read first (verify) */
+    MOESTREAM_ERR_INTERNAL = -10 /* a defect in this library */
 } moestream_status;
 
 enum { MOESTREAM_MESSAGE_BYTES = 512 };
@@ -147,23 +147,25 @@ typedef struct moestream_params {
     int32_t n_gpu_layers; /* what will be passed to llama.cpp; says which dense tensors stay on the CPU */
     /* streaming */
     int32_t stream; /* MOESTREAM_STREAM_*: OFF makes only the rule list */
-    int32_t dense;  /* MOESTREAM_DENSE_*: ANON reads dense CPU weights into anonymous memory, MMAP leaves them mapped */
+    int32_t dense; /* MOESTREAM_DENSE_*: ANON reads dense CPU weights into anonymous memory, MMAP leaves them mapped */
     uint64_t cache_bytes; /* slab size; 0 chooses one by the memory that is free */
-    int32_t cache_none;   /* 1: nothing is kept between operations, cache_bytes is ignored */
-    int32_t io;           /* MOESTREAM_IO_* */
-    int32_t direct;       /* MOESTREAM_DIRECT_* */
-    int32_t queue_depth;  /* reads in flight, 1 to 1024; 0 = 128 */
-    int32_t n_readers;    /* threads of the pread engine, 1 to 64; 0 = 4 */
-    int32_t prefetch;     /* MOESTREAM_PREFETCH_* */
-    int32_t verify;       /* 1: keep a checksum of each slice and compare it on every use */
+    int32_t cache_none; /* 1: nothing is kept between operations, cache_bytes is ignored */
+    int32_t io; /* MOESTREAM_IO_* */
+    int32_t direct; /* MOESTREAM_DIRECT_* */
+    int32_t queue_depth; /* reads in flight, 1 to 1024; 0 = 128 */
+    int32_t n_readers; /* threads of the pread engine, 1 to 64; 0 = 4 */
+    int32_t prefetch; /* MOESTREAM_PREFETCH_* */
+    int32_t verify; /* 1: keep a checksum of each slice and compare it on every use */
     uint32_t deadline_ms; /* a read that takes longer fails the call; 0 = 60000 */
-    void * libllama;      /* dlopen handle of the libllama to drive; NULL = the bundled one */
-    uint64_t reserve_bytes; /* cache_bytes = 0: memory left to the rest of the machine on top of what is known; 0 = 512 MiB */
+    void * libllama; /* dlopen handle of the libllama to drive; NULL = the bundled one */
+    uint64_t
+        reserve_bytes; /* cache_bytes = 0: memory left to the rest of the machine on top of what is known; 0 = 512 MiB */
     /* A recorded routing to replay instead of the router's choice, for benchmarks: expert of (token, layer, rank),
      * n_replay_tokens * n_layer * n_expert_used numbers, copied; tokens wrap around. Results are then meaningless. */
     const int32_t * replay_ids;
     size_t n_replay_tokens;
-    double replay_recall; /* share of the recorded experts that reading ahead is told before; 0 = it is off under replay */
+    double
+        replay_recall; /* share of the recorded experts that reading ahead is told before; 0 = it is off under replay */
 } moestream_params;
 
 /* ---- plan: where each tensor goes, from the GGUF header alone -------------------------------------------------- */
@@ -173,18 +175,18 @@ typedef struct moestream_plan moestream_plan;
 typedef struct moestream_plan_info {
     size_t struct_size;
     int32_t n_layer;
-    int32_t n_expert;      /* 0 for a dense model */
+    int32_t n_expert; /* 0 for a dense model */
     int32_t n_expert_used;
     int32_t n_tensors;
-    int32_t n_rules;       /* effective rules, the generated ones included */
+    int32_t n_rules; /* effective rules, the generated ones included */
     int32_t n_warnings;
     int32_t n_files;
-    int32_t n_classes;     /* slot size classes of the streamed experts */
+    int32_t n_classes; /* slot size classes of the streamed experts */
     int32_t first_moe_layer; /* first block with routed experts, -1 if none */
     uint64_t expert_bytes; /* routed expert weights of the model */
-    uint64_t dense_bytes;  /* everything else */
+    uint64_t dense_bytes; /* everything else */
     uint64_t stream_bytes; /* expert weights this plan streams */
-    uint64_t cycle_bytes;  /* slab bytes one token touches: below it LRU gives no hits */
+    uint64_t cycle_bytes; /* slab bytes one token touches: below it LRU gives no hits */
     uint64_t min_cache_bytes; /* smallest cache that opens */
     uint64_t full_cache_bytes; /* slab bytes that hold every streamed expert */
 } moestream_plan_info;
@@ -192,13 +194,13 @@ typedef struct moestream_plan_info {
 typedef struct moestream_plan_tensor {
     size_t struct_size;
     const char * name;
-    const char * type;  /* ggml type name, "q4_K" */
+    const char * type; /* ggml type name, "q4_K" */
     const char * place; /* "STREAM", "CPU", "DEFAULT", "CPU_ANON" or a buffer type name */
-    int32_t rule;       /* index of the rule that won, -1 = none, llama.cpp decides */
-    int32_t layer;      /* block number, -1 outside the blocks */
-    int32_t is_expert;  /* 1: routed expert weights */
-    int32_t file;       /* shard index */
-    uint64_t offset;    /* in that file */
+    int32_t rule; /* index of the rule that won, -1 = none, llama.cpp decides */
+    int32_t layer; /* block number, -1 outside the blocks */
+    int32_t is_expert; /* 1: routed expert weights */
+    int32_t file; /* shard index */
+    uint64_t offset; /* in that file */
     uint64_t bytes;
 } moestream_plan_tensor;
 
@@ -207,7 +209,7 @@ typedef struct moestream_plan_rule {
     const char * pattern;
     const char * place;
     const char * origin; /* "rules", "n_cpu_moe", "cpu_moe", "stream", "dense" */
-    int32_t n_matched;   /* tensors this rule won */
+    int32_t n_matched; /* tensors this rule won */
     uint64_t bytes;
 } moestream_plan_rule;
 
@@ -305,30 +307,30 @@ void * moestream_abort_callback(void);
 
 typedef struct moestream_stats {
     size_t struct_size;
-    uint64_t n_ops;            /* expert matrix multiplications run by us */
-    uint64_t n_hits;           /* experts found in the slab, all of their slices read or on their way */
-    uint64_t n_misses;         /* experts that had to be read */
-    uint64_t n_coalesced;      /* of the hits: those whose read was still in flight */
-    uint64_t n_reads;          /* slices read */
-    uint64_t read_bytes;       /* bytes read for them, alignment included */
-    uint64_t slice_bytes;      /* of these, bytes of weights */
+    uint64_t n_ops; /* expert matrix multiplications run by us */
+    uint64_t n_hits; /* experts found in the slab, all of their slices read or on their way */
+    uint64_t n_misses; /* experts that had to be read */
+    uint64_t n_coalesced; /* of the hits: those whose read was still in flight */
+    uint64_t n_reads; /* slices read */
+    uint64_t read_bytes; /* bytes read for them, alignment included */
+    uint64_t slice_bytes; /* of these, bytes of weights */
     uint64_t n_evictions;
-    uint64_t stall_ns;         /* compute threads waiting for reads, averaged over the threads */
-    uint64_t compute_ns;       /* inside our operation, stalls included, thread 0 */
-    uint64_t n_prefetch;       /* experts read ahead */
+    uint64_t stall_ns; /* compute threads waiting for reads, averaged over the threads */
+    uint64_t compute_ns; /* inside our operation, stalls included, thread 0 */
+    uint64_t n_prefetch; /* experts read ahead */
     uint64_t n_prefetch_useful;
     uint64_t prefetch_bytes;
-    uint64_t n_retries;        /* reads resumed or repeated */
+    uint64_t n_retries; /* reads resumed or repeated */
     uint64_t n_fallback_tensors; /* whole tensors read because of an operation we do not stream */
-    uint64_t load_expert_bytes;  /* expert bytes read while loading and probing */
+    uint64_t load_expert_bytes; /* expert bytes read while loading and probing */
     uint64_t load_dense_bytes;
-    uint64_t cache_bytes;      /* slab size */
+    uint64_t cache_bytes; /* slab size */
     uint64_t cache_used_bytes;
     uint64_t n_slots;
-    int32_t io;                /* engine in use, MOESTREAM_IO_* */
-    int32_t direct;            /* 1: all files are read directly, 0: some or all are buffered */
+    int32_t io; /* engine in use, MOESTREAM_IO_* */
+    int32_t direct; /* 1: all files are read directly, 0: some or all are buffered */
     int32_t queue_depth;
-    int32_t prefetch;          /* 1 while reading ahead is on */
+    int32_t prefetch; /* 1 while reading ahead is on */
 } moestream_stats;
 
 /* Totals of the store since it was opened. */

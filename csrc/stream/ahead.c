@@ -55,12 +55,14 @@ void ms_ahead_settle_locked(ms_stream * s, int group) {
     }
 }
 
-int ms_stream_prefetch(ms_stream * s, int group, const int32_t * experts, int n, uint64_t spare_after, moestream_stats * counts) {
+int ms_stream_prefetch(ms_stream * s, int group, const int32_t * experts, int n, uint64_t spare_after,
+                       moestream_stats * counts) {
     moestream_stats mine = {0};
     int slices = s->index->group[group].n_slices;
     pthread_mutex_lock(&s->lock);
     for (int i = 0; i < n && s->n_ahead_waiting < s->depth && s->ahead.count + slices <= s->ahead.capacity &&
-                    !s->options.cache_none; i++) {
+                    !s->options.cache_none;
+         i++) {
         if (experts[i] < 0 || experts[i] >= s->index->group[group].n_expert ||
             ms_slot_find(&s->cache, group, experts[i]) >= 0) {
             continue;

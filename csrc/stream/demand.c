@@ -274,8 +274,9 @@ int ms_stream_acquire(ms_stream * s, const ms_demand * d, const int32_t * expert
 bool ms_stream_fits(ms_stream * s, int group, int n) {
     pthread_mutex_lock(&s->lock);
     int cls = s->group_class[group];
-    bool fits = cls >= 0 && n <= s->cache.n_slots && n <= s->slab.n_slots[cls] && n <= ms_slot_free_count(&s->cache, cls) +
-                (s->n_ahead_in_flight + s->n_ahead_waiting) / MS_MAX_SLICES; /* guesses give way */
+    bool fits = cls >= 0 && n <= s->cache.n_slots && n <= s->slab.n_slots[cls] &&
+                n <= ms_slot_free_count(&s->cache, cls) +
+                         (s->n_ahead_in_flight + s->n_ahead_waiting) / MS_MAX_SLICES; /* guesses give way */
     pthread_mutex_unlock(&s->lock);
     return fits;
 }
@@ -361,14 +362,19 @@ moestream_status ms_stream_read_error(ms_stream * s, int slot, int slice, moestr
     uint64_t offset = ms_bank_offset(bank, at.expert);
     switch (why.status) {
         case MOESTREAM_ERR_CORRUPT:
-            return ms_fail(err, MOESTREAM_ERR_CORRUPT, 0, "expert %d of '%s' (layer %d, slice %d) differs from what was read first, from '%s' at "
-                           "offset %" PRIu64, at.expert, name, s->index->group[at.group].layer, slice, path, offset);
+            return ms_fail(err, MOESTREAM_ERR_CORRUPT, 0,
+                           "expert %d of '%s' (layer %d, slice %d) differs from what was read first, from '%s' at "
+                           "offset %" PRIu64,
+                           at.expert, name, s->index->group[at.group].layer, slice, path, offset);
         case MOESTREAM_ERR_EOF:
-            return ms_fail(err, MOESTREAM_ERR_EOF, 0, "'%s' ended inside expert %d of '%s': %" PRIu64 " bytes at offset %" PRIu64
-                           " were asked for", path, at.expert, name, bank->slice_bytes, offset);
+            return ms_fail(err, MOESTREAM_ERR_EOF, 0,
+                           "'%s' ended inside expert %d of '%s': %" PRIu64 " bytes at offset %" PRIu64
+                           " were asked for",
+                           path, at.expert, name, bank->slice_bytes, offset);
         default:
-            return ms_fail(err, MOESTREAM_ERR_IO, why.os_errno, "could not read expert %d of '%s' from '%s' at offset %" PRIu64 ": %s (errno %d)",
-                           at.expert, name, path, offset, strerror(why.os_errno), why.os_errno);
+            return ms_fail(err, MOESTREAM_ERR_IO, why.os_errno,
+                           "could not read expert %d of '%s' from '%s' at offset %" PRIu64 ": %s (errno %d)", at.expert,
+                           name, path, offset, strerror(why.os_errno), why.os_errno);
     }
 }
 
@@ -385,10 +391,12 @@ uint64_t ms_stream_read_age(ms_stream * s, int slot, int slice) {
     return age;
 }
 
-moestream_status ms_stream_deadline_error(ms_stream * s, int slot, int slice, uint64_t waited_ns, moestream_error * err) {
+moestream_status ms_stream_deadline_error(ms_stream * s, int slot, int slice, uint64_t waited_ns,
+                                          moestream_error * err) {
     const ms_slot * at = &s->cache.slot[slot];
     const ms_bank * bank = &s->index->bank[s->index->group[at->group].bank[slice]];
-    return ms_fail(err, MOESTREAM_ERR_IO, ETIMEDOUT, "reading expert %d of '%s' from '%s' at offset %" PRIu64 " did not finish in %.1f s (deadline_ms)",
+    return ms_fail(err, MOESTREAM_ERR_IO, ETIMEDOUT,
+                   "reading expert %d of '%s' from '%s' at offset %" PRIu64 " did not finish in %.1f s (deadline_ms)",
                    at->expert, s->index->tensor[bank->tensor].name, s->index->path[bank->file],
                    ms_bank_offset(bank, at->expert), (double) waited_ns * 1e-9);
 }

@@ -20,8 +20,12 @@ void ms_stream_drop_cache(ms_cache_parts * p) {
 }
 
 static ms_cache_parts parts_of(const ms_stream * s) {
-    return (ms_cache_parts) {.slab = s->slab, .cache = s->cache, .failure = s->failure, .demand = s->demand, .ahead = s->ahead,
-                            .ahead_waiting = s->ahead_waiting};
+    return (ms_cache_parts) {.slab = s->slab,
+                             .cache = s->cache,
+                             .failure = s->failure,
+                             .demand = s->demand,
+                             .ahead = s->ahead,
+                             .ahead_waiting = s->ahead_waiting};
 }
 
 static void use_parts(ms_stream * s, const ms_cache_parts * p) {
@@ -40,7 +44,8 @@ static bool queue_open(ms_queue * queue, int capacity) {
     return queue->want != NULL;
 }
 
-moestream_status ms_stream_make_cache(const ms_stream * s, uint64_t budget, ms_cache_parts * out, moestream_error * err) {
+moestream_status ms_stream_make_cache(const ms_stream * s, uint64_t budget, ms_cache_parts * out,
+                                      moestream_error * err) {
     ms_cache_parts p = {0};
     int n_slots[MS_MAX_CLASSES] = {0};
     uint64_t min_bytes = 0;
@@ -48,7 +53,8 @@ moestream_status ms_stream_make_cache(const ms_stream * s, uint64_t budget, ms_c
     if (!ms_slab_share(budget, z->n_classes, z->slot_bytes, z->n_experts, z->min_slots, n_slots, &min_bytes)) {
         return ms_fail(err, MOESTREAM_ERR_NOMEM, 0,
                        "a cache of %" PRIu64 " bytes is too small: this model needs at least %" PRIu64
-                       " bytes (two tokens' experts of one layer in each of %d slot sizes)", budget, min_bytes, z->n_classes);
+                       " bytes (two tokens' experts of one layer in each of %d slot sizes)",
+                       budget, min_bytes, z->n_classes);
     }
     moestream_status st = ms_slab_open(&p.slab, z->n_classes, z->slot_bytes, n_slots, err);
     if (st != MOESTREAM_OK) {
@@ -62,14 +68,15 @@ moestream_status ms_stream_make_cache(const ms_stream * s, uint64_t budget, ms_c
     for (int g = 0; g < s->index->n_groups; g++) {
         experts[g] = s->index->group[g].n_expert;
     }
-    st = ms_slot_cache_open(&p.cache, s->index->n_groups, s->group_class, experts, z->n_classes, n_slots,
-                            MS_POLICY_LRU, err);
+    st = ms_slot_cache_open(&p.cache, s->index->n_groups, s->group_class, experts, z->n_classes, n_slots, MS_POLICY_LRU,
+                            err);
     free(experts);
     int slices = p.slab.total_slots * MS_MAX_SLICES;
     if (st == MOESTREAM_OK) {
         p.failure = ms_calloc((size_t) slices, sizeof(*p.failure));
         p.ahead_waiting = ms_calloc((size_t) slices, 1);
-        if (p.failure == NULL || p.ahead_waiting == NULL || !queue_open(&p.demand, slices) || !queue_open(&p.ahead, slices)) {
+        if (p.failure == NULL || p.ahead_waiting == NULL || !queue_open(&p.demand, slices) ||
+            !queue_open(&p.ahead, slices)) {
             st = ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for the tables of %d slots", p.slab.total_slots);
         }
     }
@@ -82,8 +89,12 @@ moestream_status ms_stream_make_cache(const ms_stream * s, uint64_t budget, ms_c
 }
 
 static moestream_status open_reader(ms_stream * s, moestream_error * err) {
-    ms_reader_options options = {.depth = s->depth, .n_threads = s->options.n_readers, .slab = s->slab.base,
-                                 .slab_bytes = (size_t) s->slab.bytes, .done = ms_stream_done, .user = s};
+    ms_reader_options options = {.depth = s->depth,
+                                 .n_threads = s->options.n_readers,
+                                 .slab = s->slab.base,
+                                 .slab_bytes = (size_t) s->slab.bytes,
+                                 .done = ms_stream_done,
+                                 .user = s};
     if (s->options.open_reader != NULL) {
         return s->options.open_reader(s->options.open_reader_user, &s->reader, &options, err);
     }
@@ -102,11 +113,14 @@ static void describe(ms_stream * s) {
     for (int i = 0; i < s->n_files; i++) {
         direct += atomic_load(&s->file[i].direct);
     }
-    snprintf(s->describe, sizeof(s->describe),
-             "streaming %" PRIu64 " experts of %d layers, %.1f MiB, through a cache of %.1f MiB (%d slots, %d slot size(s)%s); %s, depth %d, "
-             "%d of %d files read directly%s", experts, s->index->n_groups, (double) bytes / (1 << 20), (double) s->slab.bytes / (1 << 20),
-             s->slab.total_slots, s->slab.n_classes, s->slab.huge ? ", huge pages" : "", s->reader->ops->name, s->depth,
-             direct, s->n_files, s->options.cache_none ? ", nothing kept between operations" : "");
+    snprintf(
+        s->describe, sizeof(s->describe),
+        "streaming %" PRIu64
+        " experts of %d layers, %.1f MiB, through a cache of %.1f MiB (%d slots, %d slot size(s)%s); %s, depth %d, "
+        "%d of %d files read directly%s",
+        experts, s->index->n_groups, (double) bytes / (1 << 20), (double) s->slab.bytes / (1 << 20),
+        s->slab.total_slots, s->slab.n_classes, s->slab.huge ? ", huge pages" : "", s->reader->ops->name, s->depth,
+        direct, s->n_files, s->options.cache_none ? ", nothing kept between operations" : "");
 }
 
 /* ---- open ---- */
@@ -127,8 +141,9 @@ static moestream_status open_files(ms_stream * s, moestream_error * err) {
         }
         s->n_files = i + 1;
         if (s->file[i].bytes < s->index->file_bytes[i]) {
-            return ms_fail(err, MOESTREAM_ERR_EOF, 0, "'%s' shrank from %" PRIu64 " to %" PRIu64 " bytes while it was opened",
-                           s->file[i].path, s->index->file_bytes[i], s->file[i].bytes);
+            return ms_fail(err, MOESTREAM_ERR_EOF, 0,
+                           "'%s' shrank from %" PRIu64 " to %" PRIu64 " bytes while it was opened", s->file[i].path,
+                           s->index->file_bytes[i], s->file[i].bytes);
         }
     }
     return MOESTREAM_OK;
@@ -203,8 +218,11 @@ moestream_status ms_stream_open(ms_stream ** out, const ms_index * index, const 
     }
     describe(s);
     if (!options->cache_none && s->slab.bytes < s->sizes.cycle_bytes) {
-        ms_log(MS_LOG_WARN, "the cache of %.1f MiB is smaller than what one token touches (%.1f MiB): nearly every expert will be read "
-               "again for each token", (double) s->slab.bytes / (1 << 20), (double) s->sizes.cycle_bytes / (1 << 20));
+        ms_log(
+            MS_LOG_WARN,
+            "the cache of %.1f MiB is smaller than what one token touches (%.1f MiB): nearly every expert will be read "
+            "again for each token",
+            (double) s->slab.bytes / (1 << 20), (double) s->sizes.cycle_bytes / (1 << 20));
     }
     *out = s;
     return MOESTREAM_OK;
@@ -240,7 +258,8 @@ void ms_stream_close(ms_stream * s) {
  * lock held; it is given up while waiting. */
 static moestream_status quiesce_locked(ms_stream * s, moestream_error * err) {
     uint64_t begin = ms_now_ns(), limit = s->options.deadline_ns;
-    while (s->n_pinned == 0 && s->n_demand_in_flight + s->n_ahead_in_flight + s->demand.count + s->n_ahead_waiting > 0) {
+    while (s->n_pinned == 0 &&
+           s->n_demand_in_flight + s->n_ahead_in_flight + s->demand.count + s->n_ahead_waiting > 0) {
         uint64_t waited = ms_now_ns() - begin;
         if (limit > 0 && waited > limit) {
             return ms_fail(err, MOESTREAM_ERR_BUSY, ETIMEDOUT,
@@ -252,7 +271,8 @@ static moestream_status quiesce_locked(ms_stream * s, moestream_error * err) {
         pthread_mutex_lock(&s->lock);
     }
     if (s->n_pinned > 0) {
-        return ms_fail(err, MOESTREAM_ERR_BUSY, 0, "could not resize the cache: %d slots are in use by a running call", s->n_pinned);
+        return ms_fail(err, MOESTREAM_ERR_BUSY, 0, "could not resize the cache: %d slots are in use by a running call",
+                       s->n_pinned);
     }
     return MOESTREAM_OK;
 }

@@ -36,7 +36,9 @@ void ms_pace_warn(ms_stream * s) {
     pthread_mutex_unlock(&s->lock);
     double rate = p.busy_ns > 0 ? (double) p.busy_bytes / ((double) p.busy_ns * 1e-9) : 0;
     double per_token = rate > 0 ? rate / (double) (s->sizes.cycle_bytes > 0 ? s->sizes.cycle_bytes : 1) : 0;
-    ms_log(MS_LOG_WARN, "slow storage: the fastest of the last %d reads took %.0f ms, %.1f MB arrive per second; a token whose experts "
-           "are not in the cache takes %.1f s, expect about %.2f tokens/s", LOOK_EVERY, (double) p.fastest_ns * 1e-6, rate * 1e-6,
-           per_token > 0 ? 1 / per_token : 0, per_token);
+    ms_log(
+        MS_LOG_WARN,
+        "slow storage: the fastest of the last %d reads took %.0f ms, %.1f MB arrive per second; a token whose experts "
+        "are not in the cache takes %.1f s, expect about %.2f tokens/s",
+        LOOK_EVERY, (double) p.fastest_ns * 1e-6, rate * 1e-6, per_token > 0 ? 1 / per_token : 0, per_token);
 }

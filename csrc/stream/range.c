@@ -45,18 +45,23 @@ static void finish(ms_stream * s, ms_range * range) {
             return;
         }
         if (limit > 0 && ms_now_ns() - begin > limit) {
-            ms_log(MS_LOG_WARN, "%d reads of '%s' did not end in %.1f s (deadline_ms); still waiting for them", left, s->index->path[0],
-                   (double) limit * 1e-9);
+            ms_log(MS_LOG_WARN, "%d reads of '%s' did not end in %.1f s (deadline_ms); still waiting for them", left,
+                   s->index->path[0], (double) limit * 1e-9);
             limit = 0;
         }
         pump(s);
     }
 }
 
-static void submit_part(ms_stream * s, ms_range * range, int file, uint64_t at, uint64_t bytes, uint64_t need, void * dst) {
+static void submit_part(ms_stream * s, ms_range * range, int file, uint64_t at, uint64_t bytes, uint64_t need,
+                        void * dst) {
     int i = take_read(s, range);
     ms_read * read = &s->read[i];
-    *read = (ms_read) {.file = &s->file[file], .offset = at, .bytes = (uint32_t) bytes, .need = (uint32_t) need, .dst = dst,
+    *read = (ms_read) {.file = &s->file[file],
+                       .offset = at,
+                       .bytes = (uint32_t) bytes,
+                       .need = (uint32_t) need,
+                       .dst = dst,
                        .tag = (uint64_t) i};
     s->reader->ops->submit(s->reader, &read, 1);
 }
@@ -82,8 +87,8 @@ moestream_status ms_stream_read_range(ms_stream * s, int file, uint64_t offset, 
         return ms_fail(err, MOESTREAM_ERR_EOF, 0, "'%s' ended before offset %" PRIu64, s->index->path[file], end);
     }
     if (range.status != MOESTREAM_OK) {
-        return ms_fail(err, range.status, range.os_errno, "could not read '%s' at offset %" PRIu64 ": %s (errno %d)", s->index->path[file],
-                       range.failed_offset, strerror(range.os_errno), range.os_errno);
+        return ms_fail(err, range.status, range.os_errno, "could not read '%s' at offset %" PRIu64 ": %s (errno %d)",
+                       s->index->path[file], range.failed_offset, strerror(range.os_errno), range.os_errno);
     }
     return MOESTREAM_OK;
 }
@@ -99,7 +104,8 @@ moestream_status ms_stream_measure_disk(ms_stream * s, uint64_t bytes, double * 
     }
     uint8_t * buffer = mmap(NULL, room * (size_t) lanes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (buffer == MAP_FAILED) {
-        return ms_fail(err, MOESTREAM_ERR_NOMEM, errno, "no memory for %d read buffers of %" PRIu64 " bytes", lanes, room);
+        return ms_fail(err, MOESTREAM_ERR_NOMEM, errno, "no memory for %d read buffers of %" PRIu64 " bytes", lanes,
+                       room);
     }
     uint64_t state = ms_now_ns() | 1, done = 0, begin = ms_now_ns();
     ms_range range = {0};
@@ -119,8 +125,8 @@ moestream_status ms_stream_measure_disk(ms_stream * s, uint64_t bytes, double * 
     double seconds = (double) (ms_now_ns() - begin) * 1e-9;
     munmap(buffer, room * (size_t) lanes);
     if (range.status != MOESTREAM_OK) {
-        return ms_fail(err, range.status, range.os_errno, "reading at offset %" PRIu64 " failed: %s", range.failed_offset,
-                       strerror(range.os_errno));
+        return ms_fail(err, range.status, range.os_errno, "reading at offset %" PRIu64 " failed: %s",
+                       range.failed_offset, strerror(range.os_errno));
     }
     *bytes_per_s = (double) done / (seconds > 0 ? seconds : 1e-9);
     return MOESTREAM_OK;

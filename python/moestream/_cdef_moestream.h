@@ -8,17 +8,17 @@ struct ggml_backend_buffer_type;
 struct ggml_tensor;
 enum { MOESTREAM_ABI_VERSION = 1 };
 typedef enum moestream_status {
-    MOESTREAM_OK              = 0,
-    MOESTREAM_ERR_INVALID     = -1,
-    MOESTREAM_ERR_NOMEM       = -2,
-    MOESTREAM_ERR_IO          = -3,
-    MOESTREAM_ERR_EOF         = -4,
-    MOESTREAM_ERR_FORMAT      = -5,
+    MOESTREAM_OK = 0,
+    MOESTREAM_ERR_INVALID = -1,
+    MOESTREAM_ERR_NOMEM = -2,
+    MOESTREAM_ERR_IO = -3,
+    MOESTREAM_ERR_EOF = -4,
+    MOESTREAM_ERR_FORMAT = -5,
     MOESTREAM_ERR_UNSUPPORTED = -6,
-    MOESTREAM_ERR_BUSY        = -7,
-    MOESTREAM_ERR_CLOSED      = -8,
-    MOESTREAM_ERR_CORRUPT     = -9,
-    MOESTREAM_ERR_INTERNAL    = -10
+    MOESTREAM_ERR_BUSY = -7,
+    MOESTREAM_ERR_CLOSED = -8,
+    MOESTREAM_ERR_CORRUPT = -9,
+    MOESTREAM_ERR_INTERNAL = -10
 } moestream_status;
 enum { MOESTREAM_MESSAGE_BYTES = 512 };
 typedef struct moestream_error {

@@ -320,7 +320,9 @@ class Context:
         start = self._start(pos, seq_id, len(ids))
         lib, hook = native.lib, self._handles.hook
         if hook != native.ffi.NULL:
-            lib.moestream_context_status(hook, native.ffi.NULL)  # a cancel() that came when the last call had just ended
+            lib.moestream_context_status(
+                hook, native.ffi.NULL
+            )  # a cancel() that came when the last call had just ended
             lib.moestream_context_begin_call(hook)
         native._raw.ms_native_set_flag(self._handles.abort_flag, 0)
         self._seq_cell[0] = seq_id

@@ -3,7 +3,8 @@
 llama-cpp-python passes parameter structs by value, and an older package on a newer library imports without a word. The
 default parameters are fetched through a result that is larger than any struct of llama.cpp, so that a longer struct
 cannot write past it, and compared, at the offsets the package believes in, with the values that llama.cpp has had as
-defaults for as long as each field exists. A layout that differs moves at least one of them; tests/python/test_llama_cpp_python.py moves some.
+defaults for as long as each field exists. A layout that differs moves at least one of them;
+tests/python/test_llama_cpp_python.py moves some.
 """
 
 from __future__ import annotations
