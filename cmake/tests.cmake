@@ -19,7 +19,7 @@ if(MS_SUPPORT_FILES)
     list(PREPEND MS_TEST_LIBRARIES ms_test_support)
 endif()
 
-set(MS_TEST_ENVIRONMENT "")
+set(MS_TEST_ENVIRONMENT "MOESTREAM_CORPUS=${PROJECT_SOURCE_DIR}/tests/fuzz/corpus")
 if(TARGET llama)
     add_dependencies(ms_tests llama)
     list(APPEND MS_TEST_ENVIRONMENT "MOESTREAM_LIBLLAMA=${MS_LIB_DIR}/libllama.so")

@@ -15,35 +15,29 @@
 #include "ms_config.h"
 
 /* Every function used, required (R) or optional (O: its absence takes a feature away, see ms_features). */
-#define MS_API_FUNCTIONS(R, O)                                                                                         \
-    R(ggml_init)                                                                                                       \
-    R(ggml_free)                                                                                                       \
-    R(ggml_reset) R(ggml_new_tensor_1d) R(ggml_new_tensor_2d) R(ggml_new_tensor_3d) R(ggml_mul_mat_id)                 \
-        R(ggml_new_graph_custom) R(ggml_build_forward_expand) R(ggml_custom_4d) R(ggml_get_tensor) R(                  \
-            ggml_tensor_overhead) R(ggml_graph_overhead_custom) R(ggml_row_size) R(ggml_nbytes) R(ggml_type_name)      \
-            R(ggml_type_size) R(ggml_blck_size) R(ggml_set_name) R(ggml_get_type_traits_cpu) R(ggml_graph_plan) R(     \
-                ggml_graph_compute) R(ggml_threadpool_params_default) R(ggml_threadpool_new) R(ggml_threadpool_free)   \
-                R(ggml_backend_buft_name) R(ggml_backend_buft_is_host) R(ggml_backend_buft_get_alignment) R(           \
-                    ggml_backend_buft_get_device) R(ggml_backend_buft_alloc_buffer) R(ggml_backend_buffer_get_type)    \
-                    R(ggml_backend_buffer_get_base) R(ggml_backend_buffer_get_size) R(ggml_backend_buffer_reset)       \
-                        R(ggml_backend_buffer_clear) R(ggml_backend_buffer_free) R(ggml_backend_buffer_set_usage) R(   \
-                            ggml_backend_buffer_get_usage) R(ggml_backend_buffer_is_host) R(ggml_backend_dev_by_type)  \
-                            R(ggml_backend_dev_count) R(ggml_backend_dev_get) R(ggml_backend_dev_name) R(              \
-                                ggml_backend_dev_buffer_type) R(ggml_backend_dev_backend_reg)                          \
-                                R(ggml_backend_reg_get_proc_address) R(ggml_backend_cpu_buffer_type) R(                \
-                                    gguf_init_from_file) R(gguf_free) R(gguf_get_n_tensors) R(gguf_get_tensor_name)    \
-                                    R(gguf_get_tensor_offset) R(gguf_get_tensor_type) R(gguf_get_data_offset) R(       \
-                                        gguf_find_key) R(gguf_get_kv_type) R(gguf_get_arr_type) R(gguf_get_val_u8)     \
-                                        R(gguf_get_val_i8) R(gguf_get_val_u16) R(gguf_get_val_i16) R(gguf_get_val_u32) \
-                                            R(gguf_get_val_i32) R(gguf_get_val_u64) R(gguf_get_val_i64)                \
-                                                R(gguf_get_val_str) R(gguf_get_arr_n) R(gguf_get_arr_data)             \
-                                                    R(llama_log_set) R(llama_model_default_params)                     \
-                                                        R(llama_context_default_params) R(llama_model_load_from_file)  \
-                                                            R(llama_model_free) R(llama_attach_threadpool)             \
-                                                                R(llama_backend_init) O(ggml_version) O(ggml_commit)   \
-                                                                    O(ggml_backend_load_all_from_path)                 \
-                                                                        O(llama_max_tensor_buft_overrides)             \
-                                                                            O(ggml_backend_reg_by_name)
+/* clang-format off */
+#define MS_API_FUNCTIONS(R, O) \
+    R(ggml_init) R(ggml_free) R(ggml_reset) R(ggml_new_tensor_1d) R(ggml_new_tensor_2d) \
+    R(ggml_new_tensor_3d) R(ggml_mul_mat_id) R(ggml_new_graph_custom) R(ggml_build_forward_expand) \
+    R(ggml_custom_4d) R(ggml_get_tensor) R(ggml_tensor_overhead) R(ggml_graph_overhead_custom) \
+    R(ggml_row_size) R(ggml_nbytes) R(ggml_type_name) R(ggml_type_size) R(ggml_blck_size) R(ggml_set_name) \
+    R(ggml_get_type_traits_cpu) R(ggml_graph_plan) R(ggml_graph_compute) R(ggml_threadpool_params_default) \
+    R(ggml_threadpool_new) R(ggml_threadpool_free) R(ggml_backend_buft_name) R(ggml_backend_buft_is_host) \
+    R(ggml_backend_buft_get_alignment) R(ggml_backend_buft_get_device) R(ggml_backend_buft_alloc_buffer) \
+    R(ggml_backend_buffer_get_type) R(ggml_backend_buffer_get_base) R(ggml_backend_buffer_get_size) \
+    R(ggml_backend_buffer_reset) R(ggml_backend_buffer_clear) R(ggml_backend_buffer_free) \
+    R(ggml_backend_buffer_set_usage) R(ggml_backend_buffer_get_usage) R(ggml_backend_buffer_is_host) \
+    R(ggml_backend_dev_by_type) R(ggml_backend_dev_count) R(ggml_backend_dev_get) R(ggml_backend_dev_name) \
+    R(ggml_backend_dev_buffer_type) R(ggml_backend_dev_backend_reg) R(ggml_backend_reg_get_proc_address) \
+    R(ggml_backend_cpu_buffer_type) R(gguf_init_from_file) R(gguf_free) R(gguf_get_n_tensors) \
+    R(gguf_get_tensor_name) R(gguf_get_tensor_offset) R(gguf_get_tensor_type) R(gguf_get_data_offset) \
+    R(gguf_find_key) R(gguf_get_kv_type) R(gguf_get_arr_type) R(gguf_get_val_u8) R(gguf_get_val_i8) \
+    R(gguf_get_val_u16) R(gguf_get_val_i16) R(gguf_get_val_u32) R(gguf_get_val_i32) R(gguf_get_val_u64) \
+    R(gguf_get_val_i64) R(gguf_get_val_str) R(gguf_get_arr_n) R(gguf_get_arr_data) R(llama_log_set) \
+    R(llama_model_default_params) R(llama_context_default_params) R(llama_model_load_from_file) \
+    R(llama_model_free) R(llama_attach_threadpool) R(llama_backend_init) O(ggml_version) O(ggml_commit) \
+    O(ggml_backend_load_all_from_path) O(llama_max_tensor_buft_overrides) O(ggml_backend_reg_by_name)
+/* clang-format on */
 
 typedef struct ms_api {
     void * libllama;  /* the handle this table was filled from */

@@ -23,18 +23,23 @@ static void put(const char * name, const char * text) {
     }
 }
 
-static void fresh(const char * cgroup, const char * mounts, const char * at) {
+typedef struct mount_line {
+    const char * before;
+    const char * behind;
+} mount_line;
+
+static void fresh(const char * cgroup, const mount_line * mounts, const char * at) {
     char text[900];
     snprintf(root, sizeof root, "%s/ms_budget_XXXXXX", getenv("TMPDIR") != NULL ? getenv("TMPDIR") : "/tmp");
     CHECK(mkdtemp(root) != NULL);
     put("meminfo", "MemTotal:       24000000 kB\nMemAvailable:    8000000 kB\n");
     put("self/cgroup", cgroup);
-    snprintf(text, sizeof text, mounts, root, at);
+    snprintf(text, sizeof text, "%s%s/%s%s", mounts->before, root, at, mounts->behind);
     put("self/mountinfo", text);
 }
 
-static const char v2_mount[] = "30 20 0:26 / %s/%s rw,nosuid shared:4 - cgroup2 cgroup2 rw\n";
-static const char v1_mount[] = "31 20 0:27 / %s/%s rw,nosuid shared:5 - cgroup cgroup rw,memory\n";
+static const mount_line v2_mount[] = {{"30 20 0:26 / ", " rw,nosuid shared:4 - cgroup2 cgroup2 rw\n"}};
+static const mount_line v1_mount[] = {{"31 20 0:27 / ", " rw,nosuid shared:5 - cgroup cgroup rw,memory\n"}};
 
 static uint64_t room(void) {
     char command[300];
