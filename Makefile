@@ -41,7 +41,7 @@ demo: build ## make the demo model and stream a paragraph from it
 
 test: check pytest ## every check and every test
 
-pytest: build ## the Python tests, against the installed package
+pytest: build archs ## the Python tests, against the installed package
 	@echo "== pytest"
 	@$(PY) -m pytest $(PYTEST_ARGS)
 

@@ -75,10 +75,12 @@ typedef struct moestream_params {
     int32_t verify;
     uint32_t deadline_ms;
     void * libllama;
-    uint64_t reserve_bytes;
+    uint64_t
+        reserve_bytes;
     const int32_t * replay_ids;
     size_t n_replay_tokens;
-    double replay_recall;
+    double
+        replay_recall;
 } moestream_params;
 typedef struct moestream_plan moestream_plan;
 typedef struct moestream_plan_info {

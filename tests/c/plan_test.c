@@ -2,7 +2,6 @@
  * The plan through the public header, on a model of this file's own making: rule lists of every length, order, and any
  * text as a rule. It is here, beside the Python tests, so that the sanitizers watch rules.c and plan.c.
  */
-#define _GNU_SOURCE
 #include <fcntl.h>
 #include <sys/mman.h>
 
