@@ -253,6 +253,8 @@ static void start(moestream_context * ctx, const struct ggml_tensor * dst, int b
         return;
     }
     if (leader) {
+        ctx->pass_begin_ns = op->started_ns;
+        ctx->pass_cold = ctx->total.n_misses + ctx->total.n_prefetch_useful;
         ctx->pass_tick = ms_stream_tick(ctx->ms->stream) + 1;
         ctx->pass_all = !op->scan && ms_stream_fits(ctx->ms->stream, op->group, op->n_entries);
     }
@@ -433,7 +435,12 @@ static int next_chunk(moestream_context * ctx, int * chunk, int * pending) {
                                            i + 1); /* only moves over closed entries in front */
             continue;
         }
-        if (!failed && ms_stream_state(ctx->ms->stream, entry->slot, op->slice) == MS_READING) {
+        ms_slice_state state = ms_stream_state(ctx->ms->stream, entry->slot, op->slice);
+        if (!failed && state == MS_FAILED && atomic_load_explicit(&entry->next, memory_order_relaxed) == 0 &&
+            ms_stream_retry(ctx->ms->stream, entry->slot, op->slice, ctx->pass_begin_ns)) {
+            state = MS_READING;
+        }
+        if (!failed && state == MS_READING) {
             *pending = *pending < 0 ? i : *pending;
             continue;
         }

@@ -149,15 +149,9 @@ static bool nearly_all_used(const ms_index * index, int group, int64_t n_tokens)
     return unused <= 0 || pow(unused, (double) n_tokens) < 0.1;
 }
 
-/* Nothing was missed for two tokens: then there is nothing to win. */
-static bool all_cached(moestream_context * ctx) {
-    if (ctx->total.n_misses != ctx->guess_misses) {
-        ctx->guess_misses = ctx->total.n_misses;
-        ctx->guess_quiet = 0;
-    } else {
-        ctx->guess_quiet++;
-    }
-    return ctx->guess_quiet > 2 * ctx->ms->plan->index.n_groups;
+/* Everything this layer needed was there, and not because of a guess: then the next one probably has it, too. */
+static bool all_cached(const moestream_context * ctx) {
+    return ctx->total.n_misses + ctx->total.n_prefetch_useful == ctx->pass_cold;
 }
 
 static bool paused(moestream_context * ctx) {
@@ -186,7 +180,7 @@ void ms_predict(moestream_context * ctx) {
     const struct ggml_tensor * x = op->dst->src[1];
     int64_t n_tokens = op->dst->src[2]->ne[1];
     int next = ms->router[op->group].next_group, n = 0;
-    if (!ms->prefetch || next < 0 || !ctx->pass_all) {
+    if (!ms->prefetch || next < 0 || !ctx->pass_all || all_cached(ctx)) {
         return;
     }
     if (n_tokens > MS_PREDICT_TOKENS && !nearly_all_used(&ms->plan->index, next, n_tokens)) {
@@ -194,7 +188,7 @@ void ms_predict(moestream_context * ctx) {
     }
     if (n_tokens > MS_PREDICT_TOKENS) {
         n = ask_for_all(ctx, next); /* at each operation of the pass: what did not fit into the queue before */
-    } else if (!op->leader || all_cached(ctx) || paused(ctx)) {
+    } else if (!op->leader || paused(ctx)) {
         return;
     } else if (ms->replay != NULL) {
         n = ask_recording(ctx, next, n_tokens);

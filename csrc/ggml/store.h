@@ -137,12 +137,14 @@ struct moestream_context {
     int n_threads;         /* of the last operation */
 
     /* reading ahead (predict.c); used by the one thread that holds op.predicted */
+    uint64_t pass_begin_ns; /* reads begun before it belong to earlier calls, or were guesses */
     uint64_t pass_tick;    /* what was used since is not evicted for a guess */
     int32_t * guess;       /* [n_guess_room] */
     int n_guess_room;
     float * guess_score;   /* [max experts] */
-    uint64_t guess_random, guess_misses, guess_seen, guess_seen_useful;
-    int guess_quiet, guess_pause;
+    uint64_t pass_cold;    /* misses and useful guesses of this context before the pass */
+    uint64_t guess_random, guess_seen, guess_seen_useful;
+    int guess_pause;
 
     atomic_bool failed;    /* a call failed; results are not to be used */
     atomic_bool delivered; /* ... and ggml was told to stop: the next question belongs to a new call */

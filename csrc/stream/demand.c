@@ -116,7 +116,7 @@ static bool slice_done(ms_stream * s, const ms_flight * f, uint32_t bytes, moest
             status = MOESTREAM_ERR_CORRUPT;
         }
     }
-    s->failure[f->slot * MS_MAX_SLICES + f->slice] = (ms_failure) {status, os_errno};
+    s->failure[f->slot * MS_MAX_SLICES + f->slice] = (ms_failure) {status, os_errno, f->since_ns};
 #ifndef MS_MUTATE_PUBLISH_EARLY
     ms_slot_publish(&s->cache, f->slot, f->slice, ok);
 #endif
@@ -271,6 +271,23 @@ int ms_stream_acquire(ms_stream * s, const ms_demand * d, const int32_t * expert
     return got;
 }
 
+bool ms_stream_retry(ms_stream * s, int slot, int slice, uint64_t before_ns) {
+    moestream_stats mine = {0};
+    pthread_mutex_lock(&s->lock);
+    ms_slice_state state = ms_slot_state(&s->cache, slot, slice);
+    const ms_failure * why = &s->failure[slot * MS_MAX_SLICES + slice];
+    if (state == MS_FAILED && why->since_ns < before_ns && s->cache.slot[slot].pins == 1) {
+        ms_stream_request_locked(s, slot, slice, &s->demand, &mine);
+        ms_stream_add_counts(&s->stats, &mine);
+        state = MS_READING;
+    }
+    pthread_mutex_unlock(&s->lock);
+    if (mine.n_reads > 0) {
+        ms_stream_submit_waiting(s);
+    }
+    return state != MS_FAILED;
+}
+
 bool ms_stream_fits(ms_stream * s, int group, int n) {
     pthread_mutex_lock(&s->lock);
     int cls = s->group_class[group];
@@ -409,7 +426,7 @@ moestream_status ms_stream_verify(ms_stream * s, int slot, int slice, moestream_
     pthread_mutex_lock(&s->lock);
     bool same = *checksum_of(s, &s->cache.slot[slot], slice) == sum;
     if (!same) {
-        s->failure[slot * MS_MAX_SLICES + slice] = (ms_failure) {MOESTREAM_ERR_CORRUPT, 0};
+        s->failure[slot * MS_MAX_SLICES + slice] = (ms_failure) {MOESTREAM_ERR_CORRUPT, 0, 0};
     }
     pthread_mutex_unlock(&s->lock);
     return same ? MOESTREAM_OK : ms_stream_read_error(s, slot, slice, err);

@@ -47,6 +47,7 @@ typedef struct ms_queue {
 typedef struct ms_failure {
     int32_t status;
     int32_t os_errno;
+    uint64_t since_ns; /* when that read was handed over */
 } ms_failure;
 
 struct ms_stream {

@@ -71,6 +71,10 @@ int ms_stream_acquire(ms_stream * stream, const ms_demand * demand, const int32_
 /* Would n experts of this group fit at once? */
 bool ms_stream_fits(ms_stream * stream, int group, int n);
 
+/* A read that failed although it was begun before `before_ns`, for a call that is over or as a guess, says nothing about
+ * now: reads the slice anew. Returns whether the slice is no longer FAILED. */
+bool ms_stream_retry(ms_stream * stream, int slot, int slice, uint64_t before_ns);
+
 /* READY, FAILED or READING. */
 ms_slice_state ms_stream_state(const ms_stream * stream, int slot, int slice);
 
