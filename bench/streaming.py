@@ -29,9 +29,9 @@ from moestream.stream import Stream
 # name -> (mode, stream options on top of the common ones, runs under the memory limit)
 VARIANTS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "stream": ("stream", {}, True),
-    "stream, no read-ahead": ("stream", {"prefetch": "off"}, True),
-    "stream, pread": ("stream", {"io": "pread"}, True),
-    "stream, all in cache": ("stream", {"cache": "100%"}, False),
+    "stream without read-ahead": ("stream", {"prefetch": "off"}, True),
+    "stream by pread": ("stream", {"io": "pread"}, True),
+    "stream with all in cache": ("stream", {"cache": "100%"}, False),
     "upstream mmap": ("mmap", {}, True),
     "upstream resident": ("resident", {}, False),
 }

@@ -31,6 +31,8 @@ typedef struct ms_pace {
     uint64_t fastest_ns;          /* of the reads since the last look */
     int n_reads;                  /* since the last look */
     bool warned;
+    uint64_t run_busy_ns, run_busy_bytes; /* where the present run of reads began */
+    int n_slow_runs;
 } ms_pace;
 
 typedef struct ms_want {

@@ -6,7 +6,8 @@
  */
 #include "stream/internal.h"
 
-enum { LOOK_EVERY = 16 }; /* reads */
+enum { LOOK_EVERY = 16 /* reads */, SLOW_RUNS = 3 };
+static const double SLOW_BYTES_PER_S = 100e6;
 static const uint64_t SLOW_NS = 20 * 1000 * 1000; /* no disk that is any use takes longer for its fastest read */
 
 void ms_pace_begin_locked(ms_stream * s, uint64_t now) {
@@ -24,7 +25,14 @@ bool ms_pace_done_locked(ms_stream * s, uint64_t now, uint64_t age_ns, uint64_t 
     if (++p->n_reads < LOOK_EVERY) {
         return false;
     }
-    bool slow = p->fastest_ns > SLOW_NS && !p->warned;
+    /* slab memory that is touched for the first time, or a deep queue, delays reads on any disk: so a run must be slow as a
+     * whole, too, and several runs in a row */
+    double seconds = (double) (p->busy_ns - p->run_busy_ns) * 1e-9;
+    bool trickles = (double) (p->busy_bytes - p->run_busy_bytes) < SLOW_BYTES_PER_S * seconds;
+    p->n_slow_runs = p->fastest_ns > SLOW_NS && trickles ? p->n_slow_runs + 1 : 0;
+    p->run_busy_ns = p->busy_ns;
+    p->run_busy_bytes = p->busy_bytes;
+    bool slow = p->n_slow_runs >= SLOW_RUNS && !p->warned;
     p->n_reads = 0;
     p->warned = p->warned || slow;
     return slow;

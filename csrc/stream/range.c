@@ -98,7 +98,7 @@ moestream_status ms_stream_measure_disk(ms_stream * s, uint64_t bytes, double * 
     for (int c = 0; c < s->sizes.n_classes; c++) {
         room = s->sizes.slot_bytes[c] > room ? s->sizes.slot_bytes[c] : room;
     }
-    int lanes = s->depth < 32 ? s->depth : 32;
+    int lanes = s->depth < 64 ? s->depth : 64;
     if (room == 0) {
         return ms_fail(err, MOESTREAM_ERR_UNSUPPORTED, 0, "there are no streamed experts to read");
     }
@@ -107,6 +107,7 @@ moestream_status ms_stream_measure_disk(ms_stream * s, uint64_t bytes, double * 
         return ms_fail(err, MOESTREAM_ERR_NOMEM, errno, "no memory for %d read buffers of %" PRIu64 " bytes", lanes,
                        room);
     }
+    memset(buffer, 0, room * (size_t) lanes); /* first touches must not be measured */
     uint64_t state = ms_now_ns() | 1, done = 0, begin = ms_now_ns();
     ms_range range = {0};
     while (done < bytes && range.status == MOESTREAM_OK) {
