@@ -1,10 +1,10 @@
 """`moestream bench`: streamed, resident and mmap on the same work, in separate processes, interleaved.
 
-The work: a prompt of random tokens, then random tokens one by one (the same in every mode, seeded), so no mode gets an
-easier text. `resident` reads everything into memory (no mmap), `mmap` maps the file as llama.cpp does by default; neither repacks,
-which would take as much memory again as the experts have. The bound
-is what no streaming engine can beat: one token takes at least the resident time, and at least the bytes read for it at
-the disk's own rate, measured on the model file with the reader, block size and depth of the stream.
+The work: a prompt of random tokens, then random tokens one by one (the same in every mode, seeded), so no mode gets
+an easier text. `resident` reads everything into memory (no mmap), `mmap` maps the file as llama.cpp does by default;
+neither repacks, which would take as much memory again as the experts have. The bound is what no streaming engine can
+beat: one token takes at least the resident time, and at least the bytes read for it at the disk's own rate, measured
+on the model file with the reader, block size and depth of the stream.
 
 Each run is this module as its own process (`python -m moestream.bench`), told what to do by one JSON line on stdin.
 """
