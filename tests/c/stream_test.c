@@ -405,7 +405,7 @@ TEST(slow_reads_are_warned_of_once) {
     check_random rnd = {1};
     CHECK(token(&r, &rnd, &err) == 0);
     log_says("");
-    for (int i = 0; i < 40; i++) { /* held for 25 ms each */
+    for (int i = 0; i < 100; i++) { /* held for 25 ms each */
         moestream_stats counts = {0};
         const struct timespec pause = {0, 25000000};
         int32_t expert = (int32_t) (i % N_EXPERTS), slot;
