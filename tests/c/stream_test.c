@@ -486,6 +486,36 @@ TEST(no_cache_keeps_nothing_and_is_right) {
     ms_stream_close(r.stream);
 }
 
+/* The real engines on whatever file system TMPDIR is: tests/system/test_file_systems.py names several. */
+TEST(every_slice_of_a_real_file_is_read_right) {
+    const int engines[] = {MOESTREAM_IO_AUTO, MOESTREAM_IO_PREAD},
+              direct[] = {MOESTREAM_DIRECT_AUTO, MOESTREAM_DIRECT_OFF};
+    for (int i = 0; i < 4; i++) {
+        rig r;
+        memset(&r, 0, sizeof r);
+        REQUIRE(make_index(&r));
+        moestream_error err = {.struct_size = sizeof err};
+        ms_stream_options o = {.cache_bytes = slots_of(&r, 2 * N_USED),
+                               .io = engines[i / 2],
+                               .direct = direct[i % 2],
+                               .queue_depth = 4,
+                               .n_readers = 2,
+                               .verify = true,
+                               .deadline_ns = 10000000000u};
+        if (ms_stream_open(&r.stream, &r.index, &o, &err) != MOESTREAM_OK) {
+            printf("    %s\n", err.message);
+            CHECK(!"the stream opened");
+            return;
+        }
+        for (int b = 0; b < N_BANKS; b++) {
+            for (int32_t expert = N_EXPERTS - 1; expert >= 0; expert--) {
+                CHECK(use_experts(&r, b / N_SLICES, b % N_SLICES, &expert, 1, b % N_SLICES == 0, &err) == 0);
+            }
+        }
+        ms_stream_close(r.stream);
+    }
+}
+
 static const check_test tests[] = {
     LISTED(slices_are_the_files_bytes_in_any_order_of_completion),
     LISTED(a_read_that_fails_once_is_reported_or_repaired_for_every_read_of_a_run),
@@ -500,6 +530,7 @@ static const check_test tests[] = {
     LISTED(slow_reads_are_warned_of_once),
     LISTED(several_contexts_share_a_minimal_cache_while_it_is_resized),
     LISTED(no_cache_keeps_nothing_and_is_right),
+    LISTED(every_slice_of_a_real_file_is_read_right),
 };
 
 int main(int argc, char ** argv) {
