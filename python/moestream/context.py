@@ -62,6 +62,8 @@ class Context:
         kv_unified: share one buffer among the sequences; None for llama.cpp's choice.
         offload_kqv: keep the KV cache on the device; None for llama.cpp's choice.
         threadpool: give the context threads that live as long as it does (llama.cpp's own tools do the same).
+        eval_callback: llama.cpp's cb_eval and its user data, addresses of a C function and of its state; both live as
+            long as the context. Streaming asks it, too.
 
     Raises:
         ValueError, TypeError: an option that makes no sense. InternalError: llama.cpp refused, with what it said.
@@ -85,6 +87,7 @@ class Context:
         kv_unified: bool | None = None,
         offload_kqv: bool | None = None,
         threadpool: bool = True,
+        eval_callback: tuple[Any, Any] | None = None,
     ) -> None:
         self.model = model
         if n_ctx is None:
@@ -114,6 +117,10 @@ class Context:
                 pooling,
                 flash_attn,
             )
+            if eval_callback is not None:
+                self._callback = eval_callback  # has to live as long as the context
+                params.cb_eval = native.ffi.cast(native.ffi.typeof(params.cb_eval), eval_callback[0])
+                params.cb_eval_user_data = native.ffi.cast("void *", eval_callback[1])
             self._create(params, n_threads, n_threads_batch, threadpool)
         except BaseException:
             self._finalizer()

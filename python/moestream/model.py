@@ -230,6 +230,7 @@ class Model:
         self._handles.store = out[0]
         self.plan: Plan = read_plan(native.lib.moestream_get_plan(out[0]), self.path)
         self._options.check_layers(self.plan)
+        self._options.check_replay(self.plan)
         if strict:
             refuse_warnings(self.plan)
 

@@ -353,6 +353,19 @@ class PlaceOptions:
         if self.named_layers and self.named_layers[-1] > last:
             raise InvalidError(f"expert_layers names block {self.named_layers[-1]}, the model has blocks 0 to {last}")
 
+    def check_replay(self, made: Plan) -> None:
+        """Raises InvalidError where a recorded routing is not one of this model."""
+        replay = None if self.stream is None else self.stream.replay
+        if replay is None:
+            return
+        want = (made.n_layer, made.n_expert_used)
+        if replay.shape[1:] != want:
+            raise InvalidError(
+                f"replay has the shape {replay.shape}; this model takes [n_tokens, {want[0]}, {want[1]}]"
+            )
+        if replay.min() < 0 or replay.max() >= made.n_expert:
+            raise InvalidError(f"replay names expert {replay.max()} (or less than 0); there are {made.n_expert}")
+
     def to_c(self, cache_bytes: int = 0) -> tuple[Any, list[Any]]:
         """A moestream_params, and what must live as long as it is in use."""
         ffi, lib = native.ffi, native.lib
@@ -384,6 +397,11 @@ class PlaceOptions:
         params.deadline_ms = round(stream.deadline_s * 1000)
         params.cache_none = int(stream.cache_size.is_none)
         params.cache_bytes = cache_bytes
+        if stream.replay is not None:
+            ids = ffi.from_buffer("int32_t[]", stream.replay.astype("int32", order="C"))
+            keep.append(ids)
+            params.replay_ids, params.n_replay_tokens = ids, len(stream.replay)
+            params.replay_recall = stream.replay_recall
         return params, keep
 
     def resolve_cache(self, path: str | os.PathLike[str]) -> int:
