@@ -40,6 +40,7 @@ struct moestream {
     pthread_mutex_t totals_lock; /* guards totals */
     moestream_stats totals;      /* counters that contexts keep, of those that are gone */
     struct moestream_context * contexts; /* those that live; list under totals_lock */
+    char * warm_path;      /* file of the warm start list, NULL without */
     int32_t * replay;      /* [n_replay][n_layer][n_used] or NULL */
     size_t n_replay;
     double replay_recall;  /* of the emulated prediction */
@@ -194,6 +195,9 @@ moestream_status ms_load_begin(moestream * ms, moestream_error * err);
 moestream_status ms_load_end(moestream * ms, const struct llama_model * model, moestream_error * err);
 moestream_status ms_load_model(moestream * ms, struct llama_model ** out, const struct llama_model_params * params,
                                moestream_error * err);
+/* warm_list.c: begins the warm start that the file asks for; writes the file anew. Failures are logged. */
+void ms_warm_list_read(moestream * ms);
+void ms_warm_list_write(moestream * ms);
 /* load_file.c */
 moestream_status ms_load_file(moestream * ms, void ** out_file, moestream_error * err);
 

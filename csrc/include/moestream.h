@@ -166,6 +166,9 @@ typedef struct moestream_params {
     size_t n_replay_tokens;
     double
         replay_recall; /* share of the recorded experts that reading ahead is told before; 0 = it is off under replay */
+    /* A file that remembers which experts were in the cache, NULL for none: read behind the load, the experts it lists
+     * fill the cache while the disk is idle; written anew by moestream_close. */
+    const char * warm_start;
 } moestream_params;
 
 /* ---- plan: where each tensor goes, from the GGUF header alone -------------------------------------------------- */

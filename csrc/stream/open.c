@@ -191,6 +191,7 @@ moestream_status ms_stream_open(ms_stream ** out, const ms_index * index, const 
     s->options = *options;
     s->depth = options->queue_depth;
     pthread_mutex_init(&s->lock, NULL);
+    pthread_mutex_init(&s->resize_lock, NULL);
     pthread_condattr_t attr;
     pthread_condattr_init(&attr);
     pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
@@ -217,6 +218,7 @@ moestream_status ms_stream_open(ms_stream ** out, const ms_index * index, const 
         return st;
     }
     describe(s);
+    ms_prefault_start(&s->prefault, &s->slab);
     if (!options->cache_none && s->slab.bytes < s->sizes.cycle_bytes) {
         ms_log(
             MS_LOG_WARN,
@@ -232,6 +234,8 @@ void ms_stream_close(ms_stream * s) {
     if (s == NULL) {
         return;
     }
+    ms_stream_warm_stop(s);
+    ms_prefault_stop(&s->prefault);
     if (s->reader != NULL) {
         s->reader->ops->close(s->reader); /* waits for what is in flight: the kernel still writes to the slab */
     }
@@ -241,6 +245,7 @@ void ms_stream_close(ms_stream * s) {
         ms_file_close(&s->file[i]);
     }
     pthread_mutex_destroy(&s->lock);
+    pthread_mutex_destroy(&s->resize_lock);
     pthread_cond_destroy(&s->freed);
     free(s->file);
     free(s->group_class);
@@ -283,6 +288,8 @@ moestream_status ms_stream_resize(ms_stream * s, uint64_t cache_bytes, moestream
     if (st != MOESTREAM_OK) {
         return st;
     }
+    pthread_mutex_lock(&s->resize_lock);
+    ms_stream_warm_stop(s);
     pthread_mutex_lock(&s->lock);
     st = quiesce_locked(s, err);
     old = fresh;
@@ -293,6 +300,11 @@ moestream_status ms_stream_resize(ms_stream * s, uint64_t cache_bytes, moestream
         describe(s);
     }
     pthread_mutex_unlock(&s->lock);
+    if (st == MOESTREAM_OK) {
+        ms_prefault_stop(&s->prefault); /* it is still at the old slab */
+        ms_prefault_start(&s->prefault, &fresh.slab);
+    }
+    pthread_mutex_unlock(&s->resize_lock);
     ms_stream_drop_cache(&old); /* its memory goes back to the system here */
     return st;
 }

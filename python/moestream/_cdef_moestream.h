@@ -81,6 +81,7 @@ typedef struct moestream_params {
     size_t n_replay_tokens;
     double
         replay_recall;
+    const char * warm_start;
 } moestream_params;
 typedef struct moestream_plan moestream_plan;
 typedef struct moestream_plan_info {

@@ -397,6 +397,9 @@ class PlaceOptions:
         params.deadline_ms = round(stream.deadline_s * 1000)
         params.cache_none = int(stream.cache_size.is_none)
         params.cache_bytes = cache_bytes
+        if stream.warm_start is not None:
+            keep.append(ffi.new("char[]", native.encode_path(stream.warm_start)))
+            params.warm_start = keep[-1]
         if stream.replay is not None:
             ids = ffi.from_buffer("int32_t[]", stream.replay.astype("int32", order="C"))
             keep.append(ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -34,6 +35,8 @@ class Stream:
         readers: threads of the pread reader, 1 to 64; 0 is the library's choice.
         verify: keep a checksum of each slice and compare it on every use (slow; for diagnosis).
         deadline_s: seconds after which a read that has not come back fails the call.
+        warm_start: a file that remembers which experts the cache held when the model was closed. If it is there, they
+            are read again after the load, while the disk is idle. Nothing is written unless a file is named.
         replay: for benchmarks: experts to use instead of the router's choice, int32 [n_tokens, n_layer, n_expert_used],
             from the first token on, beginning anew at its end. The logits are then meaningless.
         replay_recall: under replay, the share of right guesses that reading ahead is given, 0 (none is made) to 1.
@@ -51,6 +54,7 @@ class Stream:
     readers: int = 0
     verify: bool = False
     deadline_s: float = 60.0
+    warm_start: str | os.PathLike[str] | None = None
     replay: npt.NDArray[np.int32] | None = field(default=None, compare=False, repr=False)
     replay_recall: float = 0.0
 
