@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from moestream import _native_api as native
-from moestream import host, logs
+from moestream import advice, host, logs
 from moestream._calls import Call, ContextHandles, free_at_exit, in_helper_thread
 from moestream.errors import (
     ClosedError,
@@ -129,6 +129,7 @@ class Context:
         self._read_sizes(embeddings)
         self._make_batch()
         self._lost: str | None = None
+        self.advised = False
         model._contexts.add(self)
         logs.drain()
 
@@ -327,9 +328,10 @@ class Context:
         start = self._start(pos, seq_id, len(ids))
         lib, hook = native.lib, self._handles.hook
         if hook != native.ffi.NULL:
-            lib.moestream_context_status(
-                hook, native.ffi.NULL
-            )  # a cancel() that came when the last call had just ended
+            if len(ids) > self.n_ubatch and not self.advised:
+                advice.long_prompt(self, len(ids))
+            # a cancel() that came when the last call had just ended
+            lib.moestream_context_status(hook, native.ffi.NULL)
             lib.moestream_context_begin_call(hook)
         native._raw.ms_native_set_flag(self._handles.abort_flag, 0)
         self._seq_cell[0] = seq_id
