@@ -17,7 +17,7 @@
 
 enum {
     MS_CHUNK_ROWS = 64,        /* output rows per chunk, a multiple of every tile height in ggml */
-    MS_DOT_TOKENS = 8          /* up to here all activations are quantised once, in common */
+    MS_DOT_TOKENS = 8          /* up to here one row of an expert is computed by vec_dot, without a small graph */
 };
 
 /* What one thread needs for small graphs; made at its first use, grown when an operation is larger. */
@@ -52,8 +52,14 @@ static enum ggml_type dot_type(const ms_api * api, const struct ggml_tensor * we
     return api->ggml_get_type_traits_cpu(weights->type)->vec_dot_type;
 }
 
-static bool quantize_in_common(const struct ggml_tensor * node) {
+static bool few_tokens(const struct ggml_tensor * node) {
     return node->src[2]->ne[1] <= MS_DOT_TOKENS;
+}
+
+/* Activations are quantised once for all experts, as the stock kernel does. F32 rows of many tokens are taken from where
+ * they are. */
+static bool quantize_in_common(const ms_api * api, const struct ggml_tensor * node) {
+    return few_tokens(node) || dot_type(api, node->src[0]) != GGML_TYPE_F32;
 }
 
 bool ms_matmul_reserve(moestream_context * ctx, const struct ggml_tensor * node) {
@@ -67,9 +73,10 @@ bool ms_matmul_reserve(moestream_context * ctx, const struct ggml_tensor * node)
         ctx->rows = grown;
         ctx->n_rows_room = rows;
     }
-    size_t bytes = quantize_in_common(node) ? ctx->api->ggml_row_size(dot_type(ctx->api, node->src[0]), x->ne[0]) *
-                                                  (size_t) (x->ne[1] * x->ne[2])
-                                            : 0;
+    size_t bytes =
+        quantize_in_common(ctx->api, node)
+            ? ctx->api->ggml_row_size(dot_type(ctx->api, node->src[0]), x->ne[0]) * (size_t) (x->ne[1] * x->ne[2])
+            : 0;
     if (bytes > ctx->quantized_room) {
         uint8_t * grown = aligned_alloc(64, ms_align_up(bytes, 64));
         if (grown == NULL) {
@@ -326,7 +333,10 @@ static bool compute_rows(moestream_context * ctx, ms_scratch * s, const ms_entry
     const ms_api * api = ctx->api;
     const struct ggml_tensor *dst = ctx->op.dst, *w = dst->src[0], *x = dst->src[1];
     int64_t n = entry->n_rows, n_in = w->ne[0], n_out = r1 - r0;
-    size_t x_bytes = ms_align_up((size_t) (n_in * n) * sizeof(float), 64),
+    bool quantized = quantize_in_common(api, dst);
+    enum ggml_type type = quantized ? dot_type(api, w) : GGML_TYPE_F32;
+    size_t x_row = api->ggml_row_size(type, n_in);
+    size_t x_bytes = ms_align_up(x_row * (size_t) n, 64),
            d_bytes = ms_align_up((size_t) (n_out * n) * sizeof(float), 64);
     size_t id_bytes = ms_align_up((size_t) n * sizeof(int32_t), 64);
     if (!scratch_ready(api, s, x_bytes + d_bytes + id_bytes)) {
@@ -334,7 +344,7 @@ static bool compute_rows(moestream_context * ctx, ms_scratch * s, const ms_entry
     }
     api->ggml_reset(s->context);
     struct ggml_tensor * sw = api->ggml_new_tensor_3d(s->context, w->type, n_in, n_out, 1);
-    struct ggml_tensor * sx = api->ggml_new_tensor_3d(s->context, GGML_TYPE_F32, n_in, 1, n);
+    struct ggml_tensor * sx = api->ggml_new_tensor_3d(s->context, type, n_in, 1, n);
     struct ggml_tensor * si = api->ggml_new_tensor_2d(s->context, GGML_TYPE_I32, 1, n);
     struct ggml_tensor * sd = api->ggml_mul_mat_id(s->context, sw, sx, si);
     struct ggml_cgraph * graph = api->ggml_new_graph_custom(s->context, 8, false);
@@ -344,7 +354,8 @@ static bool compute_rows(moestream_context * ctx, ms_scratch * s, const ms_entry
     if (!scratch_ready(api, s, x_bytes + d_bytes + id_bytes + plan.work_size)) {
         return false;
     }
-    float *xs = (float *) s->bytes, *ds = (float *) (s->bytes + x_bytes);
+    uint8_t * xs = s->bytes;
+    float * ds = (float *) (s->bytes + x_bytes);
     sw->data = (void *) (uintptr_t) (weights + (size_t) r0 * w->nb[1]);
     sx->data = xs;
     sd->data = ds;
@@ -352,9 +363,10 @@ static bool compute_rows(moestream_context * ctx, ms_scratch * s, const ms_entry
     plan.work_data = s->bytes + x_bytes + d_bytes + id_bytes;
     for (int64_t i = 0; i < n; i++) {
         ms_row row = ctx->rows[entry->first_row + i];
-        memcpy(xs + i * n_in,
-               (const char *) x->data + (size_t) row.t * x->nb[2] + (size_t) (row.k % x->ne[1]) * x->nb[1],
-               (size_t) n_in * sizeof(float));
+        const uint8_t * from =
+            quantized ? ctx->quantized + x_row * (size_t) (row.t * x->ne[1] + row.k % x->ne[1])
+                      : (const uint8_t *) x->data + (size_t) row.t * x->nb[2] + (size_t) (row.k % x->ne[1]) * x->nb[1];
+        memcpy(xs + x_row * (size_t) i, from, x_row);
     }
     if (api->ggml_graph_compute(graph, &plan) != GGML_STATUS_SUCCESS) {
         return false;
@@ -403,7 +415,7 @@ static void compute_chunk(moestream_context * ctx, int ith, int i, int chunk) {
     bool ok = slice_usable(ctx, entry, chunk);
     if (ok) {
         const uint8_t * weights = ms_stream_payload(ctx->ms->stream, entry->slot, op->slice);
-        if (entry->n_rows == 1 && quantize_in_common(op->dst)) {
+        if (entry->n_rows == 1 && few_tokens(op->dst)) {
             compute_one_row(ctx, entry, weights, r0, r1);
         } else if (!compute_rows(ctx, &ctx->scratch[ith], entry, weights, r0, r1)) {
             moestream_error e = {.struct_size = sizeof(e)};
@@ -580,9 +592,12 @@ void ms_expert_matmul(struct ggml_tensor * dst, int ith, int nth, void * userdat
     if (ith == 0) {
         start(ctx, dst, (int) (node - ctx->node), nth);
     }
-    if (quantize_in_common(dst) && (ith > 0 || nth == 1) && !atomic_load_explicit(&ctx->failed, memory_order_relaxed)) {
-        /* thread 0 is busy getting the reads on their way */
-        quantize_rows(ctx, dst, nth == 1 ? 0 : ith - 1, nth == 1 ? 1 : nth - 1);
+    if (quantize_in_common(ctx->api, dst) && !atomic_load_explicit(&ctx->failed, memory_order_relaxed)) {
+        /* of few rows thread 0 does none: it has been busy getting the reads on their way */
+        int first = few_tokens(dst) && nth > 1 ? 1 : 0;
+        if (ith >= first) {
+            quantize_rows(ctx, dst, ith - first, nth - first);
+        }
     }
     barrier(ctx, nth);
     if (ctx->op.n_entries > 0) {
