@@ -347,6 +347,26 @@ print(json.dumps([out, len(called), len(complete(streamed())[0]) > 0]))
     assert "llama_context_params." in context and calls == 0 and after
 
 
+def test_a_release_that_loads_by_another_name_is_refused(host: Any, tiny_moe: Any) -> None:
+    got = host(
+        """
+internals = sys.modules["llama_cpp._internals"]
+kept = internals.LlamaModel.__init__
+def older(self, *, path_model, params, verbose=True):
+    self.model = llama_cpp.llama_load_model_from_file(path_model.encode(), params)
+internals.LlamaModel.__init__ = older
+try:
+    streamed()
+except moestream.UnsupportedError as error:
+    out = str(error)
+internals.LlamaModel.__init__ = kept
+print(json.dumps([out, bridge.is_installed(), len(complete(streamed())[0]) > 0]))
+""",
+        tiny_moe("Q8_0"),
+    )
+    assert "llama_model_load_from_file" in got[0] and "0.3.16" in got[0] and got[1:] == [False, True]
+
+
 def llama_version() -> str:
     """The release of llama-cpp-python that is tested."""
     return foreign_llama.package().name.rsplit("-", 1)[1]

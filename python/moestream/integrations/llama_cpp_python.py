@@ -1,4 +1,4 @@
-"""Placement and streaming for llama-cpp-python (0.3.20 or later), with the llama.cpp libraries it was installed with.
+"""Placement and streaming for llama-cpp-python (0.3.16 or later), with the llama.cpp libraries it was installed with.
 
     import llama_cpp, moestream
     from moestream.integrations import llama_cpp_python as bridge
@@ -34,7 +34,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from moestream import _native_api as native
@@ -223,6 +223,7 @@ def install() -> None:
             return
         low = importlib.import_module("llama_cpp.llama_cpp")
         top = importlib.import_module("llama_cpp")
+        _check_entry(top)
         _check_abi(top, low)
         libllama = native.ffi.cast("void *", low._lib._handle)
         err = native.new_error()
@@ -263,6 +264,18 @@ def is_installed() -> bool:
 
 
 # ---- before anything is called ---------------------------------------------------------------------------------------
+
+
+def _check_entry(top: ModuleType) -> None:
+    """Does Llama load through the function that we replace? Before 0.3.16 it did not, and nothing would be streamed."""
+    methods = vars(importlib.import_module("llama_cpp._internals").LlamaModel).values()
+    names = {name for method in methods if isinstance(method, FunctionType) for name in method.__code__.co_names}
+    if "llama_model_load_from_file" not in names:
+        version = getattr(top, "__version__", "(unknown version)")
+        raise UnsupportedError(
+            f"llama_cpp {version} at {top.__file__} does not load models through llama_model_load_from_file; "
+            "llama-cpp-python 0.3.16 or later is needed"
+        )
 
 
 def _check_abi(top: ModuleType, low: Any) -> None:
