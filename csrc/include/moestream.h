@@ -211,7 +211,7 @@ typedef struct moestream_plan_rule {
     size_t struct_size;
     const char * pattern;
     const char * place;
-    const char * origin; /* "rules", "n_cpu_moe", "cpu_moe", "stream", "dense" */
+    const char * origin; /* "rules", "n_cpu_moe", "cpu_moe_layers", "cpu_moe", "stream", "dense" */
     int32_t n_matched; /* tensors this rule won */
     uint64_t bytes;
 } moestream_plan_rule;

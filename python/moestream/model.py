@@ -25,10 +25,8 @@ from moestream.placement import (
     Overrides,
     Placement,
     PlaceOptions,
-    Plan,
     model_placement,
-    read_plan,
-    refuse_warnings,
+    open_store,
 )
 from moestream.progress import Progress, ProgressOption
 from moestream.stats import stats_dict
@@ -196,7 +194,7 @@ class Model:
         logs.forget()
         self.path = os.fsdecode(native.encode_path(path))
         try:
-            self._open(strict)
+            self._handles.store, self.plan = open_store(self.path, self._options, strict=strict)
             params = self._model_params(
                 load_mode, use_extra_bufts, devices, split_mode, main_gpu, tensor_split, kv_overrides, vocab_only
             )
@@ -220,19 +218,6 @@ class Model:
         logs.drain()
 
     # ---- loading ----------------------------------------------------------------------------------------------------
-
-    def _open(self, strict: bool) -> None:
-        cache_bytes = self._options.resolve_cache(self.path)
-        params, keep = self._options.to_c(cache_bytes)
-        out, err = native.ffi.new("moestream **"), native.new_error()
-        native.check(native.lib.moestream_open(out, native.encode_path(self.path), params, err), err, self.path)
-        del keep
-        self._handles.store = out[0]
-        self.plan: Plan = read_plan(native.lib.moestream_get_plan(out[0]), self.path)
-        self._options.check_layers(self.plan)
-        self._options.check_replay(self.plan)
-        if strict:
-            refuse_warnings(self.plan)
 
     def _model_params(
         self,
