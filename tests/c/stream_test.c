@@ -376,6 +376,47 @@ TEST(resize_keeps_what_it_says_and_refuses_while_slots_are_used) {
     ms_stream_close(r.stream);
 }
 
+/* Another length, and back, so that only the time of modification tells. */
+static void touch_file(const rig * r) {
+    struct stat st;
+    CHECK(stat(r->path[0], &st) == 0 && truncate(r->path[0], st.st_size + 1) == 0 &&
+          truncate(r->path[0], st.st_size) == 0);
+}
+
+TEST(bytes_of_a_file_that_was_written_to_are_not_used) {
+    rig r = {.script = {.seed = 1}};
+    REQUIRE(rig_open(&r, 2 * N_USED, NULL));
+    moestream_error err = {.struct_size = sizeof err};
+    int32_t experts[2] = {0, 1};
+    CHECK(ms_stream_check_files(r.stream, &err) == MOESTREAM_OK);
+    CHECK(use_experts(&r, 0, 0, experts, 2, true, &err) == 0);
+    settle(&r);
+    touch_file(&r);
+    CHECK(use_experts(&r, 0, 0, experts, 2, true, &err) == 0); /* what is here was read before */
+    CHECK(use_experts(&r, 1, 0, experts, 2, true, &err) == 2);
+    CHECK(err.status == MOESTREAM_ERR_IO && err.os_errno == ESTALE && strstr(err.message, "written to") != NULL);
+    uint8_t byte;
+    CHECK(ms_stream_read_range(r.stream, 0, 5, 1, &byte, false, &err) == MOESTREAM_ERR_IO && err.os_errno == ESTALE);
+    CHECK(ms_stream_check_files(r.stream, &err) == MOESTREAM_ERR_IO && err.os_errno == ESTALE);
+    settle(&r);
+    ms_stream_close(r.stream);
+}
+
+TEST(a_file_written_to_between_its_header_and_its_opening_is_refused) {
+    rig r = {.script = {.seed = 1}};
+    REQUIRE(rig_open(&r, 4, NULL));
+    ms_file_id id = r.stream->file[0].id;
+    ms_stream_close(r.stream);
+    r.index.file_id = &id;
+    ms_stream_options o = {.queue_depth = 8, .cache_bytes = slots_of(&r, 4), .open_reader = open_fake};
+    o.open_reader_user = &r;
+    moestream_error err = {.struct_size = sizeof err};
+    REQUIRE(ms_stream_open(&r.stream, &r.index, &o, &err) == MOESTREAM_OK);
+    ms_stream_close(r.stream);
+    touch_file(&r);
+    CHECK(ms_stream_open(&r.stream, &r.index, &o, &err) == MOESTREAM_ERR_IO && err.os_errno == ESTALE);
+}
+
 TEST(a_read_that_does_not_end_is_busy_for_resize_and_has_an_age) {
     rig r = {.script = {.seed = 1}};
     REQUIRE(rig_open(&r, 6, NULL)); /* deadline 0.2 s */
@@ -496,6 +537,8 @@ static const check_test tests[] = {
     LISTED(a_slot_given_to_another_expert_holds_the_other_experts_bytes),
     LISTED(verify_names_layer_expert_and_slice_of_changed_bytes),
     LISTED(resize_keeps_what_it_says_and_refuses_while_slots_are_used),
+    LISTED(bytes_of_a_file_that_was_written_to_are_not_used),
+    LISTED(a_file_written_to_between_its_header_and_its_opening_is_refused),
     LISTED(a_read_that_does_not_end_is_busy_for_resize_and_has_an_age),
     LISTED(slow_reads_are_warned_of_once),
     LISTED(several_contexts_share_a_minimal_cache_while_it_is_resized),
