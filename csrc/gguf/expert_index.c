@@ -12,7 +12,7 @@
 
 #include "gguf/gguf_check.h"
 
-enum { MS_GGUF_VERSION = 3, MS_MAX_TENSORS = 1 << 20, MS_MAX_EXPERTS = 1 << 16 };
+enum { MS_GGUF_VERSION = 3, MS_MAX_EXPERTS = 1 << 16 };
 
 /* ---- one file ---- */
 
