@@ -143,12 +143,15 @@ def test_stream_options_out_of_range_are_value_errors(option: dict[str, object])
 
 
 def test_a_failed_open_leaves_nothing(tmp_path: pathlib.Path) -> None:
-    """1,000 of several kinds: descriptors, threads and mappings are flat."""
+    """1,000 of several kinds: descriptors, threads, mappings and the resident set are flat."""
     path = _copy(tmp_path, models.tiny())
     os.truncate(path, path.stat().st_size - 1)
 
     def maps() -> int:
         return len(pathlib.Path("/proc/self/maps").read_text().splitlines())
+
+    def rss() -> int:
+        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def fail() -> None:
         for bad, cache in ((path, "min"), (models.tiny(), 1), (tmp_path / "absent", "min")):
@@ -157,11 +160,12 @@ def test_a_failed_open_leaves_nothing(tmp_path: pathlib.Path) -> None:
 
     for _ in range(20):
         fail()
-    before = (_fds(), len(list(pathlib.Path("/proc/self/task").iterdir())), maps())
+    before = (_fds(), len(list(pathlib.Path("/proc/self/task").iterdir())), maps(), rss())
     for _ in range(334):
         fail()
-    after = (_fds(), len(list(pathlib.Path("/proc/self/task").iterdir())), maps())
+    after = (_fds(), len(list(pathlib.Path("/proc/self/task").iterdir())), maps(), rss())
     assert after[0] == before[0] and after[1] <= before[1] and after[2] <= before[2] + 10, (before, after)
+    assert after[3] - before[3] < 4 << 20, (before, after)
 
 
 @pytest.mark.parametrize("call", ["decode_token", "pos_gap", "resize"])
