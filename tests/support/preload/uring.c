@@ -295,6 +295,7 @@ static bool open_own(void) {
 __attribute__((constructor)) static void begin_uring(void) {
     if (getenv("MS_FAULTS_URING") != NULL) {
         works = open_own() && install();
+        unsetenv("MS_FAULTS_URING"); /* programs this one starts inherit the filter, but have no handler */
     }
 }
 
