@@ -108,7 +108,40 @@ TEST(cancelling_one_context_does_nothing_to_the_bits_of_another) {
     rig_close(&a);
 }
 
+static bool caller_says_stop(void * user) {
+    return *(bool *) user;
+}
+
+TEST(the_callers_abort_callback_and_its_answer_are_kept) {
+    rig r;
+    REQUIRE(rig_open(&r, MOESTREAM_IO_AUTO, false));
+    moestream_context_free(r.hook);
+    r.hook = NULL;
+    bool stop = false;
+    struct llama_context_params params;
+    memset(&params, 0, sizeof(params));
+    params.abort_callback = caller_says_stop;
+    params.abort_callback_data = &stop;
+    REQUIRE(moestream_context_init(&r.hook, r.ms, &params, NULL) == MOESTREAM_OK);
+    CHECK(params.abort_callback != caller_says_stop && params.cb_eval != NULL);
+    CHECK(agrees(&r, 2, N_USED, 1, 7, 2));
+    stop = true;
+    struct ggml_context * ctx = room();
+    struct ggml_tensor *x = make_input(ctx, 1, 7, 5), *ids = make_ids(ctx, N_USED, 7, 6);
+    struct ggml_tensor * out = api->ggml_mul_mat_id(ctx, r.bank[5], x, ids);
+    run(ctx, out, &r, 2, &out, 1);
+    CHECK(params.abort_callback(params.abort_callback_data));
+    moestream_error err = {.struct_size = sizeof(err)};
+    CHECK(moestream_context_status(r.hook, &err) == MOESTREAM_ERR_CLOSED &&
+          strstr(err.message, "caller's abort callback") != NULL);
+    api->ggml_free(ctx);
+    stop = false;
+    CHECK(agrees(&r, 5, N_USED, 1, 7, 2));
+    rig_close(&r);
+}
+
 static const check_test tests[] = {
+    LISTED(the_callers_abort_callback_and_its_answer_are_kept),
     LISTED(contexts_in_threads_give_the_stock_kernels_bits_with_either_engine),
     LISTED(cancelling_one_context_does_nothing_to_the_bits_of_another),
 };

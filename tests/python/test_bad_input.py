@@ -84,6 +84,28 @@ def test_a_cache_below_the_minimum_says_the_number(missing: int) -> None:
     _raises(MemoryError, str(least), models.tiny(), stream=ms.Stream(cache=1))
 
 
+def test_each_size_of_cache_gives_exact_logits_or_the_least_number() -> None:
+    """S9: nothing, one expert, a byte too little, the least, everything, and more; for 1, 2 and 64 tokens."""
+    path = models.tiny()
+    plan = ms.plan(path, stream=True)
+    expert = plan.expert_bytes // (plan.n_layer * plan.n_expert)
+    prompts = ([1], [1, 2], [1 + i * 5 % 90 for i in range(64)])
+
+    def run(model: ms.Model) -> list[bytes]:
+        with model.context(128, n_threads=1, n_ubatch=8) as context:
+            return [context.decode(prompt, pos=0, logits="all").tobytes() for prompt in prompts]
+
+    with ms.Model(path, load_mode="none", use_extra_bufts=False) as resident:
+        want = run(resident)
+    least, full = plan.min_cache_bytes, plan.full_cache_bytes
+    for cache in (0, least, least + 1, full - 1, full, 2 * full):
+        with ms.Model(path, stream=ms.Stream(cache=cache)) as model:
+            assert run(model) == want, cache
+    for cache in (1, expert, least - 1):
+        with pytest.raises(ms.OutOfMemoryError, match=str(least)):
+            ms.Model(path, stream=ms.Stream(cache=cache))
+
+
 @pytest.mark.parametrize("size", ["-1", "12XB", "nan", "inf", "", "1e400", "101%", "-5%", "0x10"])
 def test_nonsense_sizes_are_value_errors(size: str) -> None:
     with pytest.raises(ValueError, match="cache"):
