@@ -1,5 +1,5 @@
 /*
- * base: failures with their facts, checked allocation, the clock, and waiting that gives way.
+ * base: failures with their facts, checked allocation, which file it is, the clock, and waiting that gives way.
  * Guarantees: no allocation on a failure path; a message is one line and always ends in a zero.
  * Never prints, with one exception: the last words of a failed assert, just before abort().
  */
@@ -78,6 +78,22 @@ char * ms_strdup(const char * s) {
 }
 
 /* ---- clock and waiting ---- */
+
+ms_file_id ms_file_id_of(const struct stat * st) {
+    return (ms_file_id) {.device = (uint64_t) st->st_dev,
+                         .inode = (uint64_t) st->st_ino,
+                         .bytes = (uint64_t) st->st_size,
+                         .modified_s = (int64_t) st->st_mtime,
+#ifndef _WIN32
+                         .modified_ns = (int64_t) st->st_mtim.tv_nsec
+#endif
+    };
+}
+
+bool ms_same_file(const ms_file_id * a, const ms_file_id * b) {
+    return a->device == b->device && a->inode == b->inode && a->bytes == b->bytes && a->modified_s == b->modified_s &&
+           a->modified_ns == b->modified_ns;
+}
 
 uint64_t ms_now_ns(void) {
     struct timespec t;

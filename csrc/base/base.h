@@ -1,5 +1,6 @@
 /*
- * base: what every room needs and nothing more: failures with their facts, checked sizes, the clock, the log ring.
+ * base: what every room needs and nothing more: failures with their facts, checked sizes, which file it is, the clock,
+ * the log ring.
  * Guarantees: no allocation on a failure path, no output, no global state but the log ring.
  * Never includes another room or a llama.cpp header.
  */
@@ -9,6 +10,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/stat.h>
 
 #include "moestream.h"
 
@@ -54,6 +56,18 @@ static inline bool ms_mul_u64(uint64_t a, uint64_t b, uint64_t * out) {
 /* calloc whose n * size cannot overflow; NULL when refused. Free with free(). */
 void * ms_calloc(size_t n, size_t size);
 char * ms_strdup(const char * s);
+
+/* ---- which file ---- */
+
+/* What tells a file from another one, and from itself before it was written to. The time of modification moves before
+ * the bytes do, so whoever reads first and looks then has missed nothing; a writer that puts it back is not noticed. */
+typedef struct ms_file_id {
+    uint64_t device, inode, bytes;
+    int64_t modified_s, modified_ns;
+} ms_file_id;
+
+ms_file_id ms_file_id_of(const struct stat * st);
+bool ms_same_file(const ms_file_id * a, const ms_file_id * b);
 
 /* ---- clock ---- */
 

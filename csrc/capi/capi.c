@@ -322,8 +322,12 @@ moestream_status moestream_context_status(moestream_context * ctx, moestream_err
     atomic_store(&ctx->failed, false);
     atomic_store(&ctx->delivered, false);
     atomic_store(&ctx->cancel, false);
-    return e.status == MOESTREAM_OK ? MOESTREAM_OK
-                                    : ms_fail(err, (moestream_status) e.status, e.os_errno, "%s", e.message);
+    if (e.status != MOESTREAM_OK) {
+        return ms_fail(err, (moestream_status) e.status, e.os_errno, "%s", e.message);
+    }
+    /* what this call used of a mapping was never read by us */
+    const moestream * ms = ctx->ms;
+    return ms->stream != NULL && !ms->dense_anon ? ms_stream_check_files(ms->stream, err) : MOESTREAM_OK;
 }
 
 void moestream_context_cancel(moestream_context * ctx) {

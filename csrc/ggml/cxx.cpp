@@ -1,6 +1,9 @@
 // ggml/cxx: see cxx.h.
 #include "ggml/cxx.h"
 
+#include <gguf.h>
+
+#include <cerrno>
 #include <cstdio>
 #include <new>
 #include <regex>
@@ -31,6 +34,15 @@ int ms_regex_search(const ms_regex * regex, const char * text, char * why, size_
     } catch (const std::exception & e) {
         std::snprintf(why, n, "%s", e.what());
         return -1;
+    }
+}
+
+gguf_context * ms_gguf_open(void * fn, const char * path, gguf_init_params params) {
+    try {
+        return reinterpret_cast<decltype(&gguf_init_from_file)>(fn)(path, params);
+    } catch (const std::exception &) {
+        errno = ENOMEM; // bad_alloc, or length_error: more than there can be
+        return nullptr;
     }
 }
 

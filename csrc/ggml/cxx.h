@@ -1,6 +1,7 @@
 /*
- * ggml/cxx: the two things that only C++ can say: matching with the regular expression engine that llama.cpp uses, and
- * reading the tensor list of a loaded model, which llama.cpp offers as a std::vector.
+ * ggml/cxx: the three things that only C++ can say: matching with the regular expression engine that llama.cpp uses,
+ * reading the tensor list of a loaded model, which llama.cpp offers as a std::vector, and catching what gguf.h throws when
+ * memory is refused.
  * Guarantees: no exception leaves; a pattern that this engine accepts is one that llama.cpp accepts.
  */
 #ifndef MS_CXX_H
@@ -26,6 +27,12 @@ struct llama_model;
 /* Number of tensors and tensor i of a model, through llama_internal_get_tensor_map at `fn`. */
 int ms_tensor_map_size(void * fn, const struct llama_model * model);
 struct ggml_tensor * ms_tensor_map_get(void * fn, const struct llama_model * model, int i, const char ** name);
+
+struct gguf_context;
+struct gguf_init_params;
+
+/* gguf_init_from_file, at `fn`; NULL with errno ENOMEM where memory was refused. */
+struct gguf_context * ms_gguf_open(void * fn, const char * path, struct gguf_init_params params);
 
 #ifdef __cplusplus
 }

@@ -527,6 +527,11 @@ static void wait_for(moestream_context * ctx, int i) {
         /* an operation over many experts may take longer than that; one read may not */
         uint64_t age = ms_stream_read_age(ctx->ms->stream, entry->slot, op->slice);
         if (age > ctx->ms->deadline_ns) {
+            /* a process that was stopped meanwhile has completions to collect, or readers that have not run yet */
+            ms_stream_wait(ctx->ms->stream, entry->slot, op->slice);
+            age = ms_stream_read_age(ctx->ms->stream, entry->slot, op->slice);
+        }
+        if (age > ctx->ms->deadline_ns) {
             moestream_error e = {.struct_size = sizeof(e)};
             ms_stream_deadline_error(ctx->ms->stream, entry->slot, op->slice, age, &e);
             ms_context_fail(ctx, &e);

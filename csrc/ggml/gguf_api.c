@@ -1,7 +1,9 @@
 /* ggml/gguf_api: gguf.h for the gguf room, which must not see llama.cpp functions; header only, never weights. */
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "ggml/cxx.h"
 #include "ggml/store.h"
 
 struct ms_gguf {
@@ -18,9 +20,11 @@ static ms_gguf * gguf_open(const void * user, const char * path) {
     }
     struct gguf_init_params params = {.no_alloc = true, .ctx = &g->shapes};
     g->api = api;
-    g->gguf = api->gguf_init_from_file(path, params);
+    g->gguf = ms_gguf_open((void *) (uintptr_t) api->gguf_init_from_file, path, params);
     if (g->gguf == NULL) {
+        int why = errno; /* open_gguf looks at it */
         free(g);
+        errno = why;
         return NULL;
     }
     return g;

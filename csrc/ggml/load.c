@@ -219,6 +219,21 @@ moestream_status ms_load_begin(moestream * ms, moestream_error * err) {
     return MOESTREAM_OK;
 }
 
+/* llama.cpp opens the files by name and by itself: they have to be those whose headers we read. */
+static moestream_status check_files(const moestream * ms, moestream_error * err) {
+    const ms_index * index = &ms->plan->index;
+    for (int i = 0; ms->stream != NULL && i < index->n_files; i++) {
+        struct stat st = {0};
+        int why = stat(index->path[i], &st) == 0 ? 0 : errno;
+        ms_file_id now = ms_file_id_of(&st);
+        if (why != 0 || !ms_same_file(&now, &index->file_id[i])) {
+            return ms_fail(err, MOESTREAM_ERR_IO, why != 0 ? why : ESTALE,
+                           "'%s' was replaced or written to while it was loaded", index->path[i]);
+        }
+    }
+    return MOESTREAM_OK;
+}
+
 /* Expert tensors that should have come to us. llama.cpp may leave out whole blocks (MTP layers that are not loaded), but
  * what it loads must be where the plan says. */
 static moestream_status check_arrived(moestream * ms, moestream_error * err) {
@@ -246,10 +261,9 @@ moestream_status ms_load_end(moestream * ms, const struct llama_model * model, m
         return ms_fail(err, MOESTREAM_ERR_INTERNAL, 0, "llama.cpp could not load '%s': %s", ms->plan->index.path[0],
                        why[0] != '\0' ? why : "it gave no reason");
     }
-    moestream_status st = check_arrived(ms, err);
-    if (st == MOESTREAM_OK && ms->stream != NULL) {
-        st = ms_predict_init(ms, err);
-    }
+    moestream_status st = check_files(ms, err);
+    st = st == MOESTREAM_OK ? check_arrived(ms, err) : st;
+    st = st == MOESTREAM_OK && ms->stream != NULL ? ms_predict_init(ms, err) : st;
     if (st == MOESTREAM_OK) {
         ms_warm_list_read(ms); /* after the dense weights, which are needed first */
     }

@@ -12,12 +12,12 @@
 
 #include "gguf/gguf_check.h"
 
-enum { MS_GGUF_VERSION = 3, MS_MAX_TENSORS = 1 << 20, MS_MAX_EXPERTS = 1 << 16 };
+enum { MS_GGUF_VERSION = 3, MS_MAX_EXPERTS = 1 << 16 };
 
 /* ---- one file ---- */
 
 /* Looks at the first eight bytes ourselves: gguf.h says only "failed" for files that people really pass by mistake. */
-static moestream_status check_magic(const char * path, uint64_t * file_bytes, moestream_error * err) {
+static moestream_status check_magic(const char * path, ms_file_id * id, moestream_error * err) {
     struct stat st;
     if (stat(path, &st) != 0) {
         return ms_fail(err, MOESTREAM_ERR_IO, errno, "could not open model file '%s': %s", path, strerror(errno));
@@ -48,24 +48,32 @@ static moestream_status check_magic(const char * path, uint64_t * file_bytes, mo
                        "'%s' is GGUF version %" PRIu32 ", only version %d is supported; convert it again", path,
                        version, MS_GGUF_VERSION);
     }
-    *file_bytes = (uint64_t) st.st_size;
+    *id = ms_file_id_of(&st);
     return MOESTREAM_OK;
 }
 
-static moestream_status open_gguf(ms_gguf ** out, const ms_gguf_api * api, const char * path, uint64_t * file_bytes,
+/* Opens file number `file` of the index, and notes its size and what it is. */
+static moestream_status open_gguf(ms_gguf ** out, const ms_gguf_api * api, ms_index * index, int file,
                                   moestream_error * err) {
-    moestream_status st = check_magic(path, file_bytes, err);
+    const char * path = index->path[file];
+    ms_file_id * id = &index->file_id[file];
+    moestream_status st = check_magic(path, id, err);
     if (st == MOESTREAM_OK) {
-        st = ms_gguf_check(path, *file_bytes, err);
+        index->file_bytes[file] = id->bytes;
+        st = ms_gguf_check(path, id->bytes, err);
     }
     if (st != MOESTREAM_OK) {
         return st;
     }
     ms_log_clear_foreign_error();
+    errno = 0;
     ms_gguf * g = api->open(api->api, path);
+    if (g == NULL && errno == ENOMEM) {
+        return ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory to read the GGUF header of '%s'", path);
+    }
     if (g == NULL) {
         return ms_fail(err, MOESTREAM_ERR_FORMAT, 0,
-                       "the GGUF header of '%s' (%" PRIu64 " bytes) is damaged or cut short: %s", path, *file_bytes,
+                       "the GGUF header of '%s' (%" PRIu64 " bytes) is damaged or cut short: %s", path, id->bytes,
                        ms_log_last_foreign_error());
     }
     *out = g;
@@ -212,7 +220,7 @@ static moestream_status add_shards(ms_index * index, const ms_gguf_api * api, in
         }
         index->n_files = no + 1;
         ms_gguf * g = NULL;
-        moestream_status st = open_gguf(&g, api, path, &index->file_bytes[no], err);
+        moestream_status st = open_gguf(&g, api, index, no, err);
         if (st != MOESTREAM_OK) {
             char context[64];
             snprintf(context, sizeof(context), "shard %d of %d", no + 1, count);
@@ -345,7 +353,7 @@ static int meta_int(const ms_index * index, const ms_gguf_api * api, const ms_gg
 
 static moestream_status open_first(ms_index * index, const ms_gguf_api * api, int * n_shards, moestream_error * err) {
     ms_gguf * g = NULL;
-    moestream_status st = open_gguf(&g, api, index->path[0], &index->file_bytes[0], err);
+    moestream_status st = open_gguf(&g, api, index, 0, err);
     if (st != MOESTREAM_OK) {
         return st;
     }
@@ -381,13 +389,14 @@ moestream_status ms_index_open(ms_index * index, const ms_gguf_api * api, const 
     ms_index built = {0};
     built.path = ms_calloc(MS_MAX_FILES, sizeof(*built.path));
     built.file_bytes = ms_calloc(MS_MAX_FILES, sizeof(*built.file_bytes));
+    built.file_id = ms_calloc(MS_MAX_FILES, sizeof(*built.file_id));
     if (built.path != NULL) {
         built.path[0] = ms_strdup(path);
         built.n_files = 1;
     }
     memset(index, 0, sizeof(*index));
     moestream_status st = MOESTREAM_OK;
-    if (built.path == NULL || built.file_bytes == NULL || built.path[0] == NULL) {
+    if (built.path == NULL || built.file_bytes == NULL || built.file_id == NULL || built.path[0] == NULL) {
         st = ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory to open '%s'", path);
     }
     int n_shards = 1;
@@ -417,6 +426,7 @@ void ms_index_close(ms_index * index) {
     }
     free(index->path);
     free(index->file_bytes);
+    free(index->file_id);
     free(index->tensor);
     free(index->bank);
     free(index->group);

@@ -18,7 +18,7 @@ enum { MS_MAX_SLICES = 4, MS_MAX_FILES = 512, MS_NAME_BYTES = 128 };
 typedef struct ms_gguf ms_gguf;
 typedef struct ms_gguf_api {
     const void * api; /* passed back to open */
-    ms_gguf * (*open)(const void * api, const char * path); /* NULL on failure */
+    ms_gguf * (*open)(const void * api, const char * path); /* NULL on failure, errno ENOMEM if for memory */
     void (*close)(ms_gguf *);
     int64_t (*n_tensors)(const ms_gguf *);
     const char * (*tensor_name)(const ms_gguf *, int64_t);
@@ -66,6 +66,7 @@ typedef struct ms_group {
 typedef struct ms_index {
     char ** path; /* [n_files] */
     uint64_t * file_bytes;
+    ms_file_id * file_id; /* of the files whose headers were read; NULL in an index made by hand */
     int n_files;
     ms_tensor * tensor;
     int n_tensors;

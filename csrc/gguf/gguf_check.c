@@ -40,8 +40,9 @@ static bool skip(cursor * c, uint64_t n) {
     return true;
 }
 
-/* A string, of which the first n - 1 bytes are kept to name it in a message. */
-static bool take_text(cursor * c, char * to, size_t n) {
+/* A string, of which the first n - 1 bytes are kept to name it in a message. Whether these have a zero byte: for whoever
+ * reads on, such a name ends there. */
+static bool take_text(cursor * c, char * to, size_t n, bool * has_zero) {
     uint64_t length;
     if (!take(c, &length, sizeof(length)) || length > MS_MAX_KEY_BYTES) {
         return false;
@@ -52,6 +53,7 @@ static bool take_text(cursor * c, char * to, size_t n) {
         return false;
     }
     to[kept] = '\0';
+    *has_zero = memchr(to, '\0', kept) != NULL;
     for (size_t i = 0; i < kept; i++) {
         to[i] = to[i] < ' ' || to[i] == 127 ? '?' : to[i];
     }
@@ -95,15 +97,19 @@ static bool skip_value(cursor * c, uint32_t type) {
 
 static moestream_status check_shape(cursor * c, uint64_t i, moestream_error * err) {
     char name[128];
+    bool has_zero = false;
     uint32_t n_dims, type;
     uint64_t offset, n = 1, ne[4] = {1, 1, 1, 1};
-    if (!take_text(c, name, sizeof(name)) || !take(c, &n_dims, sizeof(n_dims)) || n_dims > 4) {
+    if (!take_text(c, name, sizeof(name), &has_zero) || !take(c, &n_dims, sizeof(n_dims)) || n_dims > 4) {
         return ms_fail(err, MOESTREAM_ERR_FORMAT, 0,
                        "the GGUF header of '%s' is damaged or cut short at tensor %" PRIu64, c->path, i);
     }
     if (!take(c, ne, n_dims * sizeof(ne[0])) || !take(c, &type, sizeof(type)) || !take(c, &offset, sizeof(offset))) {
         return ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "the GGUF header of '%s' is cut short inside tensor '%s'", c->path,
                        name);
+    }
+    if (has_zero) {
+        return ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "tensor '%s' of '%s' has a zero byte in its name", name, c->path);
     }
     for (int d = 0; d < 4; d++) {
         if (ne[d] == 0 || !ms_mul_u64(n, ne[d], &n) || n > INT64_MAX / 64) { /* room for the bytes of a weight */
@@ -123,10 +129,15 @@ static moestream_status check_header(cursor * c, moestream_error * err) {
     }
     n_tensors = head[1];
     n_kv = head[2];
+    if (n_tensors > MS_MAX_TENSORS) {
+        return ms_fail(err, MOESTREAM_ERR_FORMAT, 0, "'%s' claims %" PRIu64 " tensors, the limit is %d", c->path,
+                       n_tensors, MS_MAX_TENSORS);
+    }
     for (uint64_t i = 0; i < n_kv; i++) {
         char key[128] = "?";
+        bool has_zero;
         uint32_t type;
-        if (!take_text(c, key, sizeof(key)) || !take(c, &type, sizeof(type)) || !skip_value(c, type)) {
+        if (!take_text(c, key, sizeof(key), &has_zero) || !take(c, &type, sizeof(type)) || !skip_value(c, type)) {
             return ms_fail(err, MOESTREAM_ERR_FORMAT, 0,
                            "the GGUF header of '%s' is damaged or cut short at key %" PRIu64 " of %" PRIu64 ", '%s'",
                            c->path, i, n_kv, key);

@@ -147,7 +147,9 @@ typedef struct moestream_params {
     int32_t n_gpu_layers; /* what will be passed to llama.cpp; says which dense tensors stay on the CPU */
     /* streaming */
     int32_t stream; /* MOESTREAM_STREAM_*: OFF makes only the rule list */
-    int32_t dense; /* MOESTREAM_DENSE_*: ANON reads dense CPU weights into anonymous memory, MMAP leaves them mapped */
+    int32_t
+        dense; /* MOESTREAM_DENSE_*: ANON reads dense CPU weights into anonymous memory, MMAP leaves them mapped (and
+                    * a file that is cut meanwhile then ends the process with SIGBUS, as with llama.cpp alone) */
     uint64_t cache_bytes; /* slab size; 0 chooses one by the memory that is free */
     int32_t cache_none; /* 1: nothing is kept between operations, cache_bytes is ignored */
     int32_t io; /* MOESTREAM_IO_* */

@@ -159,6 +159,7 @@ moestream_status ms_file_open(ms_file * file, const char * path, int direct, uin
 #endif
     file->path = path_copy;
     file->bytes = (uint64_t) st.st_size;
+    file->id = ms_file_id_of(&st);
     file->fd = fd;
     file->direct_fd = direct_fd;
     atomic_init(&file->direct, direct_fd >= 0);
@@ -185,6 +186,15 @@ void ms_file_refuse_direct(ms_file * file, int os_errno) {
         ms_log(MS_LOG_WARN, "%s is read through the page cache from now on: a direct read was refused: %s", file->path,
                strerror(os_errno));
     }
+}
+
+int ms_file_changed(const ms_file * file) {
+    struct stat st;
+    if (fstat(file->fd, &st) != 0) {
+        return errno;
+    }
+    ms_file_id now = ms_file_id_of(&st);
+    return ms_same_file(&now, &file->id) ? 0 : ESTALE;
 }
 
 /* ---- one plain read ---- */

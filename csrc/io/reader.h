@@ -51,13 +51,14 @@ struct ms_reader_ops {
     /* Delivers what has completed, without waiting. Returns how many. Thread: any. */
     int (*poll)(ms_reader * reader);
     /* Returns soon after at least one read has completed since `seen` (a value of ms_reader_completed), or at the
-     * timeout. The calling thread may do reads itself. Thread: any, several at once. */
+     * timeout, however long the reads take. Thread: any, several at once. */
     void (*wait)(ms_reader * reader, uint64_t seen, uint64_t timeout_ns);
     /* Wakes every thread inside wait. */
     void (*wake)(ms_reader * reader);
     uint64_t (*completed)(ms_reader * reader);
     uint64_t (*retries)(ms_reader * reader);
-    /* Waits for what is in flight (bounded by the kernel, not by us), joins threads, frees. */
+    /* Waits for what the kernel has (bounded by it, not by us), joins threads, frees. What was not begun may end with
+     * IO and ECANCELED. */
     void (*close)(ms_reader * reader);
 };
 
@@ -67,7 +68,7 @@ struct ms_reader {
 
 typedef struct ms_reader_options {
     int depth;     /* reads in flight at most */
-    int n_threads; /* pread engine */
+    int n_threads; /* pread engine; 0, for tests: whoever waits reads, and is held up as long as the read takes */
     void * slab;   /* memory most reads go to, for registration; may be NULL */
     size_t slab_bytes;
     ms_read_done done;

@@ -1,8 +1,9 @@
 /*
- * io/reader_pread: reads with a few threads of our own and with every thread that waits.
- * Guarantees: as reader.h says; reads are begun in the order in which they were submitted. A thread that waits takes
- * the next read off the queue and does it itself: on few cores ggml's spinning threads would otherwise starve the
- * readers they wait for. Threads with nothing to do sleep on a condition variable.
+ * io/reader_pread: reads with a few threads of our own.
+ * Guarantees: as reader.h says; reads are begun in the order in which they were submitted. A thread that waits never
+ * reads: it sleeps until its timeout, so that a deadline or a cancel is seen while the disk does not answer. (Without
+ * threads of our own, which only tests ask for, the waiting thread reads.) Reads that wait for their turn when the
+ * engine is closed end with ECANCELED; those that were begun are waited for, since they write to the caller's memory.
  * Never spins, never holds its lock over a read or a `done`.
  *
  * Locks: `lock` guards everything in pread_reader that is not atomic or constant after open.
@@ -27,7 +28,7 @@ typedef struct pread_reader {
 
     pthread_mutex_t lock;
     pthread_cond_t work;     /* for the threads: reads are queued, or closing */
-    pthread_cond_t progress; /* for waiters: something completed, was queued, or wake was called */
+    pthread_cond_t progress; /* for waiters: something completed, or wake was called */
     ms_read ** queue;        /* ring of `capacity` */
     int capacity;
     int head;
@@ -41,6 +42,11 @@ typedef struct pread_reader {
 } pread_reader;
 
 /* ---- one read ---- */
+
+static void end_read(pread_reader * r, ms_read * read, moestream_status status, int os_errno) {
+    r->done(r->user, read, status, os_errno);
+    atomic_fetch_add_explicit(&r->completed, 1, memory_order_release);
+}
 
 static void perform(pread_reader * r, ms_read * read) {
     moestream_status status = MOESTREAM_OK;
@@ -57,17 +63,21 @@ static void perform(pread_reader * r, ms_read * read) {
             ms_relax(read->retries); /* refused for now: let the others go first */
         }
     }
-    r->done(r->user, read, status, os_errno);
-    atomic_fetch_add_explicit(&r->completed, 1, memory_order_release);
+    end_read(r, read, status, os_errno);
 }
 
-/* Takes the oldest read and does it; called and returns with the lock held. */
+/* Takes the oldest read and does it, or ends it where nobody will look at it; called and returns with the lock held. */
 static void do_next_locked(pread_reader * r) {
     ms_read * read = r->queue[r->head];
+    bool closing = r->closing;
     r->head = (r->head + 1) % r->capacity;
     r->queued--;
     pthread_mutex_unlock(&r->lock);
-    perform(r, read);
+    if (closing) {
+        end_read(r, read, MOESTREAM_ERR_IO, ECANCELED);
+    } else {
+        perform(r, read);
+    }
     pthread_mutex_lock(&r->lock);
     if (r->waiting > 0) {
         pthread_cond_broadcast(&r->progress);
@@ -110,8 +120,8 @@ static void pread_submit(ms_reader * reader, ms_read ** reads, int n) {
     } else if (n > 1) {
         pthread_cond_broadcast(&r->work);
     }
-    if (r->waiting > 0) {
-        pthread_cond_broadcast(&r->progress); /* they can do reads, too */
+    if (r->n_threads == 0 && r->waiting > 0) {
+        pthread_cond_broadcast(&r->progress); /* it is they who read */
     }
     pthread_mutex_unlock(&r->lock);
 }
@@ -127,7 +137,7 @@ static void pread_wait(ms_reader * reader, uint64_t seen, uint64_t timeout_ns) {
     pthread_mutex_lock(&r->lock);
     uint64_t wakes = r->wakes;
     while (atomic_load_explicit(&r->completed, memory_order_acquire) == seen && r->wakes == wakes) {
-        if (r->queued > 0) {
+        if (r->queued > 0 && r->n_threads == 0) {
             do_next_locked(r);
         } else if (ms_now_ns() >= deadline) {
             break;

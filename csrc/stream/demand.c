@@ -136,6 +136,10 @@ void ms_stream_done(void * user, ms_read * read, moestream_status status, int os
     int i = (int) read->tag;
     ms_flight f = s->flight[i];
     bool warn = false;
+    if (status == MOESTREAM_OK) {
+        os_errno = ms_file_changed(read->file); /* one fstat a read: bytes of another version must not be used */
+        status = os_errno == 0 ? status : MOESTREAM_ERR_IO;
+    }
     if (f.range != NULL) {
         pthread_mutex_lock(&s->lock);
         if (status != MOESTREAM_OK && f.range->status == MOESTREAM_OK) {
@@ -389,6 +393,12 @@ moestream_status ms_stream_read_error(ms_stream * s, int slot, int slice, moestr
                            " were asked for",
                            path, at.expert, name, bank->slice_bytes, offset);
         default:
+            if (why.os_errno == ESTALE) {
+                return ms_fail(err, MOESTREAM_ERR_IO, ESTALE,
+                               "'%s' was written to since it was opened, so expert %d of '%s' was not taken from it; "
+                               "open the model anew",
+                               path, at.expert, name);
+            }
             return ms_fail(err, MOESTREAM_ERR_IO, why.os_errno,
                            "could not read expert %d of '%s' from '%s' at offset %" PRIu64 ": %s (errno %d)", at.expert,
                            name, path, offset, strerror(why.os_errno), why.os_errno);

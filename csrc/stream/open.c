@@ -145,6 +145,10 @@ static moestream_status open_files(ms_stream * s, moestream_error * err) {
                            "'%s' shrank from %" PRIu64 " to %" PRIu64 " bytes while it was opened", s->file[i].path,
                            s->index->file_bytes[i], s->file[i].bytes);
         }
+        if (s->index->file_id != NULL && !ms_same_file(&s->file[i].id, &s->index->file_id[i])) {
+            return ms_fail(err, MOESTREAM_ERR_IO, ESTALE, "'%s' was replaced or written to while it was opened",
+                           s->file[i].path);
+        }
     }
     return MOESTREAM_OK;
 }
@@ -237,6 +241,10 @@ void ms_stream_close(ms_stream * s) {
     ms_stream_warm_stop(s);
     ms_prefault_stop(&s->prefault);
     if (s->reader != NULL) {
+        pthread_mutex_lock(&s->lock); /* nobody looks at what has not been read yet: completions submit no more */
+        s->demand.count = 0;
+        s->ahead.count = 0;
+        pthread_mutex_unlock(&s->lock);
         s->reader->ops->close(s->reader); /* waits for what is in flight: the kernel still writes to the slab */
     }
     ms_cache_parts parts = parts_of(s);

@@ -66,10 +66,17 @@ static void submit_part(ms_stream * s, ms_range * range, int file, uint64_t at, 
     s->reader->ops->submit(s->reader, &read, 1);
 }
 
+static moestream_status fail_changed(const ms_stream * s, int file, int os_errno, moestream_error * err) {
+    return ms_fail(err, MOESTREAM_ERR_IO, os_errno, "'%s' was written to since it was opened; open the model anew",
+                   s->index->path[file]);
+}
+
 moestream_status ms_stream_read_range(ms_stream * s, int file, uint64_t offset, uint64_t bytes, void * dst,
                                       bool windowed, moestream_error * err) {
     if (!windowed || bytes == 0) {
-        return ms_file_pread(&s->file[file], dst, bytes, offset, err);
+        moestream_status st = ms_file_pread(&s->file[file], dst, bytes, offset, err);
+        int changed = st == MOESTREAM_OK ? ms_file_changed(&s->file[file]) : 0;
+        return changed == 0 ? st : fail_changed(s, file, changed, err);
     }
     uint64_t at = ms_align_down(offset, MS_PAGE), end = offset + bytes;
     uint8_t * to = (uint8_t *) dst - (offset - at);
@@ -86,9 +93,22 @@ moestream_status ms_stream_read_range(ms_stream * s, int file, uint64_t offset, 
     if (range.status == MOESTREAM_ERR_EOF) {
         return ms_fail(err, MOESTREAM_ERR_EOF, 0, "'%s' ended before offset %" PRIu64, s->index->path[file], end);
     }
+    if (range.status != MOESTREAM_OK && range.os_errno == ESTALE) {
+        return fail_changed(s, file, ESTALE, err);
+    }
     if (range.status != MOESTREAM_OK) {
         return ms_fail(err, range.status, range.os_errno, "could not read '%s' at offset %" PRIu64 ": %s (errno %d)",
                        s->index->path[file], range.failed_offset, strerror(range.os_errno), range.os_errno);
+    }
+    return MOESTREAM_OK;
+}
+
+moestream_status ms_stream_check_files(const ms_stream * s, moestream_error * err) {
+    for (int i = 0; i < s->n_files; i++) {
+        int changed = ms_file_changed(&s->file[i]);
+        if (changed != 0) {
+            return fail_changed(s, i, changed, err);
+        }
     }
     return MOESTREAM_OK;
 }

@@ -133,6 +133,10 @@ bool ms_stream_idle(ms_stream * stream); /* no demand read is in flight */
 moestream_status ms_stream_read_range(ms_stream * stream, int file, uint64_t offset, uint64_t bytes, void * dst,
                                       bool windowed, moestream_error * err);
 
+/* OK while every file is what was opened, else IO with ESTALE, naming it. For memory that llama.cpp mapped; what the
+ * stream reads is checked with each read. */
+moestream_status ms_stream_check_files(const ms_stream * stream, moestream_error * err);
+
 /* All or nothing: the new cache exists before the old one goes, so both need address space for a moment; memory only
  * the old one has. Errors: NOMEM, BUSY (slots are in use, or a read did not end within the deadline). */
 moestream_status ms_stream_resize(ms_stream * stream, uint64_t cache_bytes, moestream_error * err);

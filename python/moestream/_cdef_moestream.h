@@ -64,7 +64,8 @@ typedef struct moestream_params {
     size_t n_cpu_moe_layers;
     int32_t n_gpu_layers;
     int32_t stream;
-    int32_t dense;
+    int32_t
+        dense;
     uint64_t cache_bytes;
     int32_t cache_none;
     int32_t io;

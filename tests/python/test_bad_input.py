@@ -84,6 +84,28 @@ def test_a_cache_below_the_minimum_says_the_number(missing: int) -> None:
     _raises(MemoryError, str(least), models.tiny(), stream=ms.Stream(cache=1))
 
 
+def test_each_size_of_cache_gives_exact_logits_or_the_least_number() -> None:
+    """S9: nothing, one expert, a byte too little, the least, everything, and more; for 1, 2 and 64 tokens."""
+    path = models.tiny()
+    plan = ms.plan(path, stream=True)
+    expert = plan.expert_bytes // (plan.n_layer * plan.n_expert)
+    prompts = ([1], [1, 2], [1 + i * 5 % 90 for i in range(64)])
+
+    def run(model: ms.Model) -> list[bytes]:
+        with model.context(128, n_threads=1, n_ubatch=8) as context:
+            return [context.decode(prompt, pos=0, logits="all").tobytes() for prompt in prompts]
+
+    with ms.Model(path, load_mode="none", use_extra_bufts=False) as resident:
+        want = run(resident)
+    least, full = plan.min_cache_bytes, plan.full_cache_bytes
+    for cache in (0, least, least + 1, full - 1, full, 2 * full):
+        with ms.Model(path, stream=ms.Stream(cache=cache)) as model:
+            assert run(model) == want, cache
+    for cache in (1, expert, least - 1):
+        with pytest.raises(ms.OutOfMemoryError, match=str(least)):
+            ms.Model(path, stream=ms.Stream(cache=cache))
+
+
 @pytest.mark.parametrize("size", ["-1", "12XB", "nan", "inf", "", "1e400", "101%", "-5%", "0x10"])
 def test_nonsense_sizes_are_value_errors(size: str) -> None:
     with pytest.raises(ValueError, match="cache"):
@@ -143,12 +165,15 @@ def test_stream_options_out_of_range_are_value_errors(option: dict[str, object])
 
 
 def test_a_failed_open_leaves_nothing(tmp_path: pathlib.Path) -> None:
-    """1,000 of several kinds: descriptors, threads and mappings are flat."""
+    """1,000 of several kinds: descriptors, threads, mappings and the resident set are flat."""
     path = _copy(tmp_path, models.tiny())
     os.truncate(path, path.stat().st_size - 1)
 
     def maps() -> int:
         return len(pathlib.Path("/proc/self/maps").read_text().splitlines())
+
+    def rss() -> int:
+        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def fail() -> None:
         for bad, cache in ((path, "min"), (models.tiny(), 1), (tmp_path / "absent", "min")):
@@ -157,11 +182,12 @@ def test_a_failed_open_leaves_nothing(tmp_path: pathlib.Path) -> None:
 
     for _ in range(20):
         fail()
-    before = (_fds(), len(list(pathlib.Path("/proc/self/task").iterdir())), maps())
+    before = (_fds(), len(list(pathlib.Path("/proc/self/task").iterdir())), maps(), rss())
     for _ in range(334):
         fail()
-    after = (_fds(), len(list(pathlib.Path("/proc/self/task").iterdir())), maps())
+    after = (_fds(), len(list(pathlib.Path("/proc/self/task").iterdir())), maps(), rss())
     assert after[0] == before[0] and after[1] <= before[1] and after[2] <= before[2] + 10, (before, after)
+    assert after[3] - before[3] < 4 << 20, (before, after)
 
 
 @pytest.mark.parametrize("call", ["decode_token", "pos_gap", "resize"])

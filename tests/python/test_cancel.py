@@ -23,34 +23,92 @@ def interrupted_in(seconds, call, limit=1.0):
 """
 
 
+both_engines = pytest.mark.parametrize("io", ["pread", "io_uring"])
+
+
+@both_engines
 @pytest.mark.parametrize("what", ["[1] * 64", "[1]"], ids=["prefill", "decode"])
-def test_ctrl_c_while_reads_are_slow_returns_within_a_second(what: str) -> None:
+def test_ctrl_c_while_reads_are_slow_returns_within_a_second(io: str, what: str) -> None:
     """S20: 50 ms a read; the same for a prompt and for a single token."""
     faults.run(
         INTERRUPT
         + f"""
 want = reference()
 with opened(readers=1) as model, model.context(256, n_threads=2) as context:
-    faults("pread:path=.gguf,min=4096,delay_ms=50")
+    faults("read:path=.gguf,min=4096,delay_ms=50")
     interrupted_in(0.2, lambda: [context.decode({what}, pos=0) for _ in range(100)])
     faults("")
     context.clear()
     assert same(steps(context), want)
-"""
+""",
+        io=io,
     )
 
 
-def test_ctrl_c_in_a_read_that_does_not_come_back_returns_when_it_is_a_reader_thread_that_waits() -> None:
-    """Two seconds a read: compute threads of the pread engine read, too, and are held up for one read at most."""
+@both_engines
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_ctrl_c_in_a_read_that_does_not_come_back_returns_within_a_second(io: str, n_threads: int) -> None:
+    """Three seconds a read. The reads go on: their slots stay taken, and the next call waits for them."""
+    faults.run(
+        INTERRUPT
+        + f"""
+want = reference(n_threads={n_threads})
+with opened(readers=2) as model, model.context(256, n_threads={n_threads}) as context:
+    faults("read:path=.gguf,min=4096,delay_ms=3000")
+    interrupted_in(0.3, lambda: context.decode([1]))
+    faults("")
+    context.clear()
+    assert same(steps(context), want)
+""",
+        io=io,
+    )
+
+
+@both_engines
+def test_a_read_beyond_the_deadline_is_an_error_while_it_is_still_stuck(io: str) -> None:
+    """Named with file, offset and seconds; not waited for in silence. Once the storage answers, all is right again."""
+    faults.run(
+        """
+        want = reference()
+        with opened(readers=1, deadline_s=0.3) as model, model.context(256, n_threads=2) as context:
+            faults("read:path=.gguf,min=4096,delay_ms=3000")
+            begin = time.monotonic()
+            try:
+                context.decode([1])
+                raise AssertionError("it went through")
+            except ms.ReadError as error:
+                assert time.monotonic() - begin < 2.5, time.monotonic() - begin
+                assert error.errno == errno.ETIMEDOUT, error
+                for word in ("deadline", "offset", str(TINY)):
+                    assert word in str(error), error
+            faults("")
+            give_up = time.monotonic() + 20
+            while True:
+                context.clear()
+                try:
+                    got = steps(context)
+                    break
+                except ms.ReadError:  # reads of the failed call are still stuck
+                    assert time.monotonic() < give_up
+            assert same(got, want)
+        """,
+        io=io,
+    )
+
+
+def test_close_does_not_begin_reads_that_nobody_waits_for() -> None:
+    """Two seconds a read and one reader: closing waits for the read that was begun, not for the dozens behind it."""
     faults.run(
         INTERRUPT
         + """
-with opened() as model, model.context(256, n_threads=2) as context:
-    faults("pread:path=.gguf,min=4096,delay_ms=2000")
-    interrupted_in(0.3, lambda: context.decode([1]), limit=3.0)
-    faults("")
-    context.clear()
-    assert same(steps(context), reference())
+model = opened(readers=1)
+context = model.context(256, n_threads=2)
+faults("pread:path=.gguf,min=4096,delay_ms=2000")
+interrupted_in(0.3, lambda: context.decode([1] * 8))
+begin, before = time.monotonic(), seen(0)
+model.close()
+assert seen(0) == before, (before, seen(0))
+assert time.monotonic() - begin < 5, time.monotonic() - begin
 """
     )
 

@@ -126,3 +126,62 @@ def test_a_forked_child_is_refused_and_ends_by_itself() -> None:
             assert same(steps(context), want)
         """
     )
+
+
+def test_contexts_made_and_freed_while_others_decode() -> None:
+    """By close, by the garbage collector, and with a call of their own cancelled; the others notice nothing."""
+    faults.run(
+        THREADS
+        + """
+want = reference(n=6, n_threads=1)
+stop = threading.Event()
+with opened(io="auto", prefetch="on") as model:
+    def decode():
+        with model.context(256, n_threads=1) as context:
+            while not stop.is_set():
+                context.clear()
+                assert same(steps(context, 6), want)
+    def churn():
+        try:
+            for i in range(24):
+                context = model.context(64, n_threads=1)
+                if i % 3 == 0:
+                    context.close()
+                elif i % 3 == 1:
+                    threading.Timer(0.001, context.cancel).start()
+                    try:
+                        got = context.decode(PROMPT)
+                        assert got.tobytes() == want[0].tobytes()
+                    except ms.ClosedError:
+                        pass
+                context = None
+            gc.collect()
+        finally:
+            stop.set()
+    in_threads(decode, decode, churn)
+"""
+    )
+
+
+def test_models_opened_and_closed_while_another_decodes() -> None:
+    faults.run(
+        THREADS
+        + """
+want = reference(n=6, n_threads=1)
+stop = threading.Event()
+with opened() as model:
+    def decode():
+        with model.context(256, n_threads=1) as context:
+            while not stop.is_set():
+                context.clear()
+                assert same(steps(context, 6), want)
+    def others():
+        try:
+            for i in range(6):
+                with opened(io=("auto", "pread")[i % 2]) as other, other.context(64, n_threads=1) as context:
+                    assert context.decode(PROMPT).tobytes() == want[0].tobytes()
+        finally:
+            stop.set()
+    in_threads(decode, others)
+"""
+    )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support import compare
 
 import moestream as ms
 
@@ -58,7 +59,7 @@ def test_256_tokens_are_the_resident_models_bit_for_bit(
     """Every logit of the prompt's last token and of 256 more."""
     for cache, io, direct, n_threads in ALL if full_matrix else FEW:
         prompt, out, rows = references[n_threads]
-        stream = ms.Stream(cache=cache, io=io, direct=direct)  # type: ignore[arg-type]
+        stream = ms.Stream(cache=cache, io=compare.engine(io), direct=direct)  # type: ignore[arg-type]
         with ms.Model(demo_model, stream=stream) as model, model.context(512, n_threads=n_threads) as ctx:
             where = f"cache {cache}, {io}, direct {direct}, {n_threads} thread(s)"
             assert np.array_equal(ctx.decode(prompt)[-1].view(np.uint32), rows[0].view(np.uint32)), where

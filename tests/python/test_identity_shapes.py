@@ -114,6 +114,13 @@ def test_a_slice_is_read_at_most_once_per_operation(name: str, cache: str | floa
         assert call["n_retries"] == 0
 
 
+def test_io_uring_was_among_the_engines_compared() -> None:
+    """Everything that compares runs with pread where it is refused: here it shows."""
+    if c.why_no_uring():
+        pytest.skip(c.why_no_uring())
+    assert c.engine("io_uring") == "io_uring" and c.engine("pread") == "pread"
+
+
 @pytest.mark.parametrize("io", c.ENGINES)
 def test_at_full_cache_a_second_pass_reads_nothing(io: str) -> None:
     for name in ("many_experts", "mixed_layers", "mixed_projections"):

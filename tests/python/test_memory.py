@@ -115,6 +115,22 @@ def test_no_locked_memory_is_needed() -> None:
     )
 
 
+def test_without_huge_pages_everything_works() -> None:
+    """Refused for the whole process, as some containers and settings of the machine do."""
+    faults.run(
+        """
+        want = reference()
+        PR_SET_THP_DISABLE = 41
+        assert _lib.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
+        with opened(cache="100%") as model, model.context(256, n_threads=2) as context:
+            assert same(steps(context), want)
+            model.resize("min"); model.resize("100%")
+            context.clear()
+            assert same(steps(context), want)
+        """
+    )
+
+
 def test_a_thousand_opens_and_closes_leave_nothing() -> None:
     """Descriptors, threads and mappings flat; the resident set within noise."""
     faults.run(

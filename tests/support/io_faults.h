@@ -96,7 +96,16 @@ static inline int64_t io_changed(int64_t answer) {
     return result;
 }
 
+/* Until this moment, no pread returns; 0 lets them go. */
+static atomic_uint_fast64_t io_stuck_until_ns;
+static atomic_int io_stuck;
+
 static inline ssize_t faulty_pread(int fd, void * dst, size_t bytes, off_t offset) {
+    atomic_fetch_add(&io_stuck, 1);
+    while (ms_now_ns() < atomic_load(&io_stuck_until_ns)) {
+        usleep(1000);
+    }
+    atomic_fetch_sub(&io_stuck, 1);
     ssize_t n = pread(fd, dst, bytes, offset);
     int64_t answer = n >= 0 ? n : -(int64_t) errno;
     if (atomic_load(&io_script_active)) {

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Streams a small model for a long time in random ways and compares every logit with a resident twin's.
 
-    tests/system/soak.py [--seconds 120] [--seed N] [--contexts 3] [--steps N] [--delays] [--verify]
+    tests/system/soak.py [--seconds 120] [--seed N] [--contexts 3] [--steps N] [--io ENGINE] [--delays] [--verify]
 
 Each step: one of the contexts decodes 1 to 40 tokens, at its end, again from an earlier position, or from the start;
 now and then the cache changes its size, a context is made anew, or (with --delays, under the fault rig) reads are late.
@@ -13,6 +13,7 @@ resizes, the slope of the resident set, descriptors before and after.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -21,6 +22,7 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -45,6 +47,9 @@ class Run:
     max_steps: int
     delays: bool
     lock: threading.Lock = field(default_factory=threading.Lock)
+    gate: threading.Condition = field(default_factory=threading.Condition)
+    closed: bool = False  # no step begins
+    busy: int = 0  # steps that run
     steps: int = 0
     tokens: int = 0
     resizes: int = 0
@@ -61,6 +66,31 @@ class Run:
             and self.error is None
             and (self.max_steps == 0 or self.steps < self.max_steps)
         )
+
+    @contextlib.contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """No step runs inside."""
+        with self.gate:
+            self.closed = True
+            self.gate.wait_for(lambda: self.busy == 0)
+            try:
+                yield
+            finally:
+                self.closed = False
+                self.gate.notify_all()
+
+    @contextlib.contextmanager
+    def a_step(self) -> Iterator[None]:
+        """One step."""
+        with self.gate:
+            self.gate.wait_for(lambda: not self.closed)
+            self.busy += 1
+        try:
+            yield
+        finally:
+            with self.gate:
+                self.busy -= 1
+                self.gate.notify_all()
 
 
 class Twin:
@@ -102,7 +132,8 @@ class Twin:
         """Steps until the run is over."""
         try:
             while self.run.going:
-                self.step()
+                with self.run.a_step():
+                    self.step()
         except BaseException as error:  # told by the main thread
             self.run.error = error
 
@@ -111,12 +142,13 @@ def _disturb(run: Run, rng: random.Random, rig: ctypes.CDLL | None) -> None:
     """Resizes and late reads, from the main thread."""
     share = rng.choice(("min", "20%", "35%", "60%", "100%"))
     try:
-        run.streamed.resize(share)
-        run.resizes += 1
+        with run.between_steps() if rng.random() < 0.5 else contextlib.nullcontext():  # else it may be refused
+            run.streamed.resize(share)
+            run.resizes += 1
     except ms.BusyError:
         run.refused += 1
     if rig is not None:
-        script = f"pread:path=.gguf,min=4096,every={rng.randint(5, 50)},delay_ms={rng.randint(1, 15)}"
+        script = f"read:path=.gguf,min=4096,every={rng.randint(5, 50)},delay_ms={rng.randint(1, 15)}"
         rig.ms_faults_set(b"" if rng.random() < 0.5 else script.encode())
 
 
@@ -124,7 +156,9 @@ def soak(args: argparse.Namespace) -> dict[str, object]:
     """The whole run; what it found."""
     path = models.tiny(args.type)
     rig = ctypes.CDLL(None) if args.delays else None
-    stream = ms.Stream(cache="min", io="pread" if args.delays else args.io, verify=args.verify)
+    if rig is not None and args.io != "pread" and not rig.ms_faults_uring():
+        raise SystemExit("the rig cannot delay io_uring here: give --io pread")
+    stream = ms.Stream(cache="min", io=args.io, verify=args.verify)
     with ms.Model(path, stream=stream) as streamed, ms.Model(path, use_extra_bufts=False) as resident:
         run = Run(streamed, resident, time.monotonic() + args.seconds, args.steps, args.delays)
         rng = random.Random(args.seed)
@@ -167,7 +201,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3), "big"))
     parser.add_argument("--contexts", type=int, default=3)
     parser.add_argument("--type", default="Q4_K", help="type of the experts")
-    parser.add_argument("--io", default="auto")
+    parser.add_argument(
+        "--io", default="auto", help="auto, io_uring or pread; with --delays both engines' reads are late"
+    )
     parser.add_argument("--delays", action="store_true", help="late reads: starts itself anew under the fault rig")
     parser.add_argument("--verify", action="store_true", help="checksums on every use")
     parser.add_argument("--no-resize", action="store_true", help="stay at the minimum cache")
@@ -175,7 +211,10 @@ def main() -> int:
     print(f"seed {args.seed}: repeat with --seed {args.seed}", flush=True)
     if args.delays and "MS_FAULTS" not in os.environ:
         command = [sys.executable, *sys.argv, "--seed", str(args.seed)]
-        os.execve(sys.executable, command, {**os.environ, "MS_FAULTS": "", "LD_PRELOAD": str(faults.library())})
+        rig = {"MS_FAULTS": "", "LD_PRELOAD": str(faults.library())}
+        if args.io != "pread":
+            rig["MS_FAULTS_URING"] = "1"
+        os.execve(sys.executable, command, {**os.environ, **rig})
     found = soak(args)
     print(json.dumps(found))
     return int(bool(found["differences"]))

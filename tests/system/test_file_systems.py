@@ -1,7 +1,7 @@
 """Slices on several file systems hold their file's bytes, and streamed logits are the resident ones (CASES S2).
 
 The disk tests run on, a loop device with 4096-byte sectors under ext4, an overlay, and tmpfs. On each: every slice of a
-file of known bytes through the real engines (tests/c/stream_test), and models whose slices start anywhere. Making the
+file of known bytes through the real engines (tests/c/stream_files_test), and models whose slices start anywhere. Making the
 last three takes root; they skip with the reason otherwise. What was mounted is unmounted again.
 """
 
@@ -19,7 +19,7 @@ from support import compare as c
 from support import models
 
 KINDS = ("ordinary disk", "4096-byte sectors", "overlayfs", "tmpfs")
-STREAM_TEST = models.REPO / "build" / "dev" / "tests" / "stream_test"
+STREAM_TEST = models.REPO / "build" / "dev" / "tests" / "stream_files_test"
 
 
 def _run(*command: str | os.PathLike[str]) -> str:
@@ -70,7 +70,7 @@ def mounted(kind: str, tmp: pathlib.Path) -> Iterator[pathlib.Path]:
 def test_slices_on_a_file_system(kind: str, tmp_path: pathlib.Path) -> None:
     with mounted(kind, tmp_path) as folder:
         if not STREAM_TEST.exists():
-            pytest.skip("needs the build tree: stream_test is not built (make ctest)")
+            pytest.skip("needs the build tree: stream_files_test is not built (make ctest)")
         done = subprocess.run(
             [STREAM_TEST, "every_slice_of_a_real_file_is_read_right"],
             capture_output=True, text=True, check=False, env={**os.environ, "TMPDIR": str(folder)},

@@ -14,7 +14,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 @pytest.mark.parametrize(
     "options",
-    [["--contexts", "3"], ["--contexts", "2", "--delays", "--verify", "--type", "Q8_0"]],
+    [["--contexts", "3"], ["--contexts", "2", "--delays", "--io", "pread", "--verify", "--type", "Q8_0"]],
     ids=["three_contexts", "late_reads_with_checksums"],
 )
 def test_random_work_never_differs_from_a_resident_twin(options: list[str]) -> None:

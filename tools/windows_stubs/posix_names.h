@@ -9,6 +9,11 @@
 #include <stdio.h>
 #include <sys/types.h>
 
+/* io/file.c, stream/: a file that is another one than before */
+#ifndef ESTALE
+#define ESTALE 116
+#endif
+
 /* io/file.c: descriptors */
 #define O_CLOEXEC 0
 ssize_t pread(int fd, void * buf, size_t n, off_t offset);

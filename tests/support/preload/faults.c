@@ -3,14 +3,15 @@
  *
  * A script is a list of rules, separated by ';', each "call:key=value,key=value". It comes from MS_FAULTS in the
  * environment, or later from ms_faults_set (Python: ctypes.CDLL(None).ms_faults_set(b"...")), which replaces it and
- * starts counting anew. Calls: pread, open, mmap (anonymous), thread (pthread_create), calloc. Keys:
- *   path=TEXT     pread, open: only files whose path contains it        direct=1   only O_DIRECT / only not (0)
- *   min=N         pread, mmap, calloc: only from so many bytes on       lib=TEXT   calloc, mmap, thread: only calls out
+ * starts counting anew. Calls: pread, uring (reads through io_uring, see uring.c), read (both), open, mmap (anonymous),
+ * thread (pthread_create), calloc. Keys, where "reads" are pread, uring and read:
+ *   path=TEXT     reads, open: only files whose path contains it        direct=1   only O_DIRECT / only not (0)
+ *   min=N         reads, mmap, calloc: only from so many bytes on       lib=TEXT   calloc, mmap, thread: only calls out
  *   from=K        the K-th matching call (from 0) is the first hit                 of a library whose path contains it
  *   count=N       hits so many of them; -1, the default, all
  *   errno=N       the call fails with it; mmap, thread and calloc too   every=N    every N-th of them
- *   short=N       pread: reads at most N bytes                          delay_ms=N pread: comes so much later
- *   flip=1        pread: one bit is wrong                               zero=1     pread: returns 0
+ *   short=N       reads at most N bytes                                 delay_ms=N a read comes so much later
+ *   flip=1        one bit of a read is wrong                            zero=1     a read returns 0
  * Guarantees: without a rule that matches, every call is the system's. Counters: ms_faults_seen(rule number).
  * Never allocates, never prints; thread-safe.
  */
@@ -33,16 +34,9 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_RULES = 16, TEXT = 96 };
+#include "faults.h"
 
-typedef struct rule {
-    char call[16], path[TEXT], lib[TEXT];
-    long long min, from, count, every, short_bytes;
-    int err, delay_ms, direct; /* direct: -1 any */
-    int flip, zero;
-    atomic_llong seen;
-    atomic_llong bytes; /* pread: what matching calls returned */
-} rule;
+enum { MAX_RULES = 16 };
 
 static rule rules[MAX_RULES];
 static atomic_int n_rules;
@@ -163,13 +157,14 @@ static rule * find_by_bytes(const char * call, size_t bytes, void * caller) {
 
 /* ---- the calls ---- */
 
-static ssize_t faulty_pread(int fd, void * dst, size_t bytes, off_t offset) {
+rule * ms_faults_match_read(const char * call, int fd, size_t bytes, rule ** matched) {
     char path[512] = "";
-    rule *matched = NULL, *hit = NULL;
+    rule * hit = NULL;
     int n = atomic_load(&n_rules);
+    *matched = NULL;
     for (int i = 0; i < n && hit == NULL; i++) {
         rule * r = &rules[i];
-        if (strcmp(r->call, "pread") != 0 || (long long) bytes < r->min) {
+        if ((strcmp(r->call, call) != 0 && strcmp(r->call, "read") != 0) || (long long) bytes < r->min) {
             continue;
         }
         if (path[0] == '\0') {
@@ -179,30 +174,46 @@ static ssize_t faulty_pread(int fd, void * dst, size_t bytes, off_t offset) {
         if (strstr(path, r->path) == NULL || (r->direct >= 0 && r->direct != direct)) {
             continue;
         }
-        matched = r;
+        *matched = r;
         hit = hits(r) ? r : NULL;
     }
+    return hit;
+}
+
+long long ms_faults_read(const rule * hit, int fd, void * dst, size_t bytes, off_t offset) {
+    if (hit != NULL && (hit->err != 0 || hit->zero)) {
+        return -(long long) hit->err;
+    }
+    long long got = (long long) syscall(SYS_pread64, fd, dst, bytes, offset);
+    if (got < 0) {
+        return -(long long) errno;
+    }
+    if (hit != NULL && hit->short_bytes > 0 && got > hit->short_bytes) {
+        got = hit->short_bytes; /* really read, so that bytes beyond the answer are not trusted by luck alone */
+    }
+    if (hit != NULL && hit->flip && got > 0) {
+        ((uint8_t *) dst)[got / 2] ^= 1;
+    }
+    return got;
+}
+
+static ssize_t faulty_pread(int fd, void * dst, size_t bytes, off_t offset) {
+    rule * matched;
+    rule * hit = ms_faults_match_read("pread", fd, bytes, &matched);
     if (hit != NULL && hit->delay_ms > 0) {
         struct timespec t = {hit->delay_ms / 1000, hit->delay_ms % 1000 * 1000000L};
         while (nanosleep(&t, &t) != 0 && errno == EINTR) {
         }
     }
-    if (hit != NULL && (hit->err != 0 || hit->zero)) {
-        errno = hit->err;
-        return hit->err != 0 ? -1 : 0;
-    }
-    ssize_t got = (ssize_t) syscall(SYS_pread64, fd, dst, bytes, offset);
-    if (hit != NULL && hit->short_bytes > 0 && got > hit->short_bytes) {
-        got =
-            (ssize_t) hit->short_bytes; /* really read, so that bytes beyond the answer are not trusted by luck alone */
-    }
-    if (hit != NULL && hit->flip && got > 0) {
-        ((uint8_t *) dst)[got / 2] ^= 1;
-    }
+    long long got = ms_faults_read(hit, fd, dst, bytes, offset);
     if (matched != NULL && got > 0) {
         atomic_fetch_add(&matched->bytes, got);
     }
-    return got;
+    if (got < 0) {
+        errno = (int) -got;
+        return -1;
+    }
+    return (ssize_t) got;
 }
 
 ssize_t pread(int fd, void * dst, size_t bytes, off_t offset) {
