@@ -84,6 +84,7 @@ static moestream_status open_stream(moestream * ms, const moestream_params * p, 
         .io = p->io,
         .direct = p->direct,
         .queue_depth = p->queue_depth > 0 ? p->queue_depth : MS_DEFAULT_DEPTH,
+        .choose_depth = p->queue_depth == 0,
         .n_readers = p->n_readers > 0 ? p->n_readers : MS_DEFAULT_READERS,
         .verify = p->verify != 0,
         .deadline_ns = ms->deadline_ns,
@@ -174,6 +175,7 @@ moestream_status ms_store_open(moestream ** out, const char * path, const moestr
             st = ms->dense_data != NULL ? st
                                         : ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for a table of tensors");
         }
+        ms->prefetch_asked = p->prefetch != MOESTREAM_PREFETCH_AUTO;
         ms->prefetch = p->prefetch != MOESTREAM_PREFETCH_OFF && p->cache_none == 0 &&
                        (ms->replay == NULL || ms->replay_recall > 0);
     }

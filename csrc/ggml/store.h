@@ -28,7 +28,7 @@ struct moestream {
     atomic_int n_contexts;
     uint64_t deadline_ns;
     bool verify;
-    bool prefetch;
+    bool prefetch, prefetch_asked;
 
     /* while a load is in progress; one thread */
     bool loading;

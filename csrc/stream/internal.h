@@ -79,7 +79,10 @@ struct ms_stream {
     ms_file * file;       /* [n_files] */
     int n_files;
     ms_reader * reader;
-    int depth;
+    int depth;       /* reads there are */
+    int depth_limit; /* slices that may be in flight: what tune.c chose */
+    char why_depth[160];
+    uint64_t tuned_bytes; /* read to choose it */
     char describe[512];
 
     pthread_mutex_t lock; /* guards everything below */
@@ -123,6 +126,12 @@ typedef struct ms_cache_parts {
 moestream_status ms_stream_make_cache(const ms_stream * stream, uint64_t budget, ms_cache_parts * out,
                                       moestream_error * err);
 void ms_stream_drop_cache(ms_cache_parts * parts);
+
+/* tune.c: chooses depth_limit. */
+void ms_tune(ms_stream * stream);
+/* range.c: bytes per second of random slices with `depth` reads in flight, for about `ns` and at most `bytes`, into slots
+ * that nothing uses yet. false if a read failed. */
+bool ms_stream_rate(ms_stream * stream, int depth, uint64_t ns, uint64_t bytes, double * bytes_per_s);
 
 /* prefault.c: a slab has to be kept until the thread is stopped. */
 void ms_prefault_start(ms_prefault * prefault, const ms_slab * slab);

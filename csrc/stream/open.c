@@ -119,8 +119,8 @@ static void describe(ms_stream * s) {
         " experts of %d layers, %.1f MiB, through a cache of %.1f MiB (%d slots, %d slot size(s)%s); %s, depth %d, "
         "%d of %d files read directly%s",
         experts, s->index->n_groups, (double) bytes / (1 << 20), (double) s->slab.bytes / (1 << 20),
-        s->slab.total_slots, s->slab.n_classes, s->slab.huge ? ", huge pages" : "", s->reader->ops->name, s->depth,
-        direct, s->n_files, s->options.cache_none ? ", nothing kept between operations" : "");
+        s->slab.total_slots, s->slab.n_classes, s->slab.huge ? ", huge pages" : "", s->reader->ops->name,
+        s->depth_limit, direct, s->n_files, s->options.cache_none ? ", nothing kept between operations" : "");
 }
 
 /* ---- open ---- */
@@ -194,6 +194,7 @@ moestream_status ms_stream_open(ms_stream ** out, const ms_index * index, const 
     s->index = index;
     s->options = *options;
     s->depth = options->queue_depth;
+    s->depth_limit = s->depth;
     pthread_mutex_init(&s->lock, NULL);
     pthread_mutex_init(&s->resize_lock, NULL);
     pthread_condattr_t attr;
@@ -221,6 +222,7 @@ moestream_status ms_stream_open(ms_stream ** out, const ms_index * index, const 
         ms_stream_close(s);
         return st;
     }
+    ms_tune(s);
     describe(s);
     ms_prefault_start(&s->prefault, &s->slab);
     if (!options->cache_none && s->slab.bytes < s->sizes.cycle_bytes) {

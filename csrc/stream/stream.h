@@ -24,6 +24,7 @@ typedef struct ms_stream_options {
     int io;
     int direct;
     int queue_depth;
+    bool choose_depth; /* queue_depth is the most; a measurement may choose less */
     int n_readers;
     bool verify;
     uint64_t deadline_ns; /* 0: none */
@@ -123,6 +124,9 @@ int ms_stream_hot(ms_stream * stream, ms_hot * out, int max);
 moestream_status ms_stream_warm(ms_stream * stream, const ms_hot * list, int n, moestream_error * err);
 /* Ends that early; resize and close do so. */
 void ms_stream_warm_stop(ms_stream * stream);
+
+/* What was chosen and why, a line each: "io=io_uring: auto: ...". Returns the length, like snprintf. */
+size_t ms_stream_choices(ms_stream * stream, char * buf, size_t n);
 
 /* Number of demand uses so far: a clock for spare_after. */
 uint64_t ms_stream_tick(ms_stream * stream);

@@ -337,6 +337,7 @@ def _measure_mode(job: dict[str, Any]) -> dict[str, Any]:
             "n_threads": job["n_threads"] or host.physical_cores(),
             "peak_rss_bytes": host.peak_rss(),
             "described": model.describe(),
+            "choices": model.choices(),
         }
         if before:
             answer.update(_streaming_numbers(before, after, n * n_seq))

@@ -472,6 +472,15 @@ class Model:
             native.check(native.lib.moestream_get_stats(self._handles.store, stats))
             return stats_dict(stats)
 
+    def choices(self) -> dict[str, str]:
+        """What streaming chose and why: "io", "direct", "queue_depth", "prefetch", each as "value: reason". Empty for a
+        model that is not streamed."""
+        with self._using():
+            buf = native.ffi.new("char[]", 1000)
+            native.lib.moestream_choices(self._handles.store, buf, len(buf))
+            lines = native.ffi.string(buf).decode("utf-8", "replace").splitlines()
+        return dict(line.split("=", 1) for line in lines)
+
     def resize(self, cache: int | str) -> None:
         """Changes the cache size between calls; shrinking gives memory back at once.
 

@@ -1,8 +1,8 @@
 """Slices on several file systems hold their file's bytes, and streamed logits are the resident ones (CASES S2).
 
 The disk tests run on, a loop device with 4096-byte sectors under ext4, an overlay, and tmpfs. On each: every slice of a
-file of known bytes through the real engines (tests/c/stream_files_test), and models whose slices start anywhere. Making the
-last three takes root; they skip with the reason otherwise. What was mounted is unmounted again.
+file of known bytes through the real engines (tests/c/stream_files_test), and models whose slices start anywhere.
+Making the last three takes root; they skip with the reason otherwise. What was mounted is unmounted again.
 """
 
 from __future__ import annotations
