@@ -79,6 +79,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="GGUF to measure")
     parser.add_argument("--preset", choices=sorted(synthetic.PRESETS), help="synthetic model, made in --dir if absent")
     parser.add_argument("--dir", type=Path, default=Path("models"), help="where presets are kept (default: models)")
+    parser.add_argument("--layers", type=int, help="cut the preset to so many layers")
+    parser.add_argument("--prompt-twice", action="store_true", help="compute the prompt a second time, timed apart")
     parser.add_argument("--trace", type=Path, help="recorded routing (see traces.py)")
     parser.add_argument(
         "--variants",
@@ -107,6 +109,9 @@ def model_path(args: argparse.Namespace, trace: traces.Trace | None) -> Path:
     if trace is not None and trace.ids.shape[2] != spec.n_expert_used:
         spec = replace(spec, n_expert_used=trace.ids.shape[2])
         name = f"{name}-{spec.n_expert_used}-used"
+    if args.layers is not None:
+        spec = replace(spec, n_layer=args.layers)
+        name = f"{name}-{args.layers}-layers"
     path = args.dir / f"{name}.gguf"
     if not path.exists():
         args.dir.mkdir(parents=True, exist_ok=True)
@@ -167,6 +172,7 @@ def run(
                 "n_ubatch": args.ubatch,
                 "n_seq": variant.n_seq,
                 "seed": 1,
+                "prompt_twice": args.prompt_twice,
                 "stream": bench.options_json(Stream(**{"cache": args.cache, **variant.options})),
             }
             if trace is not None:
@@ -198,6 +204,9 @@ def report(runs: dict[str, list[dict[str, Any]]], disk: float) -> list[dict[str,
         row: dict[str, Any] = {"variant": name}
         for key in ("tok_per_s", "prefill_tok_per_s", "prefill_s", "load_s", "major_faults_per_token"):
             row[key] = median(answers, key)
+        if resident and answers[0]["prefill_again_s"] is not None:
+            row["decode_to_resident"] = row["tok_per_s"] / median(resident, "tok_per_s")
+            row["prefill_again_to_resident"] = median(resident, "prefill_again_s") / median(answers, "prefill_again_s")
         row["peak_rss_gib"] = median(answers, "peak_rss_bytes") / 2**30
         if "read_bytes_per_token" in answers[0]:
             row["hit_rate"] = median(answers, "hit_rate")
@@ -283,6 +292,12 @@ def main() -> int:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"disk: {', '.join(f'{rate / 2**20:.0f}' for rate in disk)} MiB/s")
     print(table(rows))
+    for row in rows:
+        if "decode_to_resident" in row:
+            print(
+                f"{row['variant']}: decode {row['decode_to_resident']:.3f} of resident, the prompt a second time "
+                f"{row['prefill_again_to_resident']:.3f}"
+            )
     return 0
 
 
