@@ -182,6 +182,7 @@ def run(
             bench.drop_caches()
             with bench.memory_cgroup(limit if variant.limited else None) as procs:
                 answer = bench.run_worker({**job, "cgroup_procs": procs}, name)
+                answer.update(bench.cgroup_use(procs))
             runs[name].append(answer)
             print(
                 f"{name} {repeat + 1}/{args.repeats}: {answer['tok_per_s']:.2f} tokens/s, prompt "

@@ -218,6 +218,21 @@ def memory_cgroup(limit: int | None) -> Iterator[str | None]:
                 time.sleep(0.1)
 
 
+def cgroup_use(procs: str | None) -> dict[str, int]:
+    """What a memory cgroup of ours has seen: its peak in bytes, and how often its limit was reached. {} without one."""
+    if procs is None:
+        return {}
+    group = Path(procs).parent
+    if (group / "memory.max_usage_in_bytes").exists():
+        files = {"cgroup_peak_bytes": "memory.max_usage_in_bytes", "cgroup_limit_hits": "memory.failcnt"}
+        return {name: int((group / file).read_text(encoding="ascii")) for name, file in files.items()}
+    found = {}
+    if (group / "memory.peak").exists():  # Linux 5.19
+        found["cgroup_peak_bytes"] = int((group / "memory.peak").read_text(encoding="ascii"))
+    events = dict(line.split() for line in (group / "memory.events").read_text(encoding="ascii").splitlines())
+    return {**found, "cgroup_limit_hits": int(events["max"])}
+
+
 # ---- the worker -----------------------------------------------------------------------------------------------------
 
 
