@@ -267,7 +267,7 @@ def is_installed() -> bool:
 
 
 def _check_entry(top: ModuleType) -> None:
-    """Does Llama load through the function that we replace? Before 0.3.16 it did not, and nothing would be streamed."""
+    """Does Llama load through the function that we replace? Old releases do not, and nothing would be streamed."""
     methods = vars(importlib.import_module("llama_cpp._internals").LlamaModel).values()
     names = {name for method in methods if isinstance(method, FunctionType) for name in method.__code__.co_names}
     if "llama_model_load_from_file" not in names:
