@@ -136,10 +136,12 @@ void ms_stream_done(void * user, ms_read * read, moestream_status status, int os
     int i = (int) read->tag;
     ms_flight f = s->flight[i];
     bool warn = false;
+#ifndef MS_MUTATE_IGNORE_CHANGES
     if (status == MOESTREAM_OK) {
         os_errno = ms_file_changed(read->file); /* one fstat a read: bytes of another version must not be used */
         status = os_errno == 0 ? status : MOESTREAM_ERR_IO;
     }
+#endif
     if (f.range != NULL) {
         pthread_mutex_lock(&s->lock);
         if (status != MOESTREAM_OK && f.range->status == MOESTREAM_OK) {
