@@ -168,7 +168,7 @@ static ms_demand demand_of(const moestream_context * ctx, bool leader) {
 
 /* Acquires slots for the entries that have none, as many as there is room for. Thread 0 before the barrier; later any
  * thread that finished an entry, one at a time (op_lock). */
-static void acquire_more(moestream_context * ctx, bool leader) {
+static void acquire_more(moestream_context * ctx, bool leader, bool begins) {
     ms_op * op = &ctx->op;
     int have = atomic_load_explicit(&op->n_acquired, memory_order_relaxed);
     int n = op->n_entries - have;
@@ -176,6 +176,7 @@ static void acquire_more(moestream_context * ctx, bool leader) {
         ctx->experts[i] = ctx->entry[have + i].expert;
     }
     ms_demand demand = demand_of(ctx, leader);
+    demand.begins = begins;
     int got = n > 0 ? ms_stream_acquire(ctx->ms->stream, &demand, ctx->experts, n, ctx->slots, &ctx->total) : 0;
     for (int i = 0; i < got; i++) {
         ctx->entry[have + i].slot = ctx->slots[i];
@@ -265,7 +266,8 @@ static void start(moestream_context * ctx, const struct ggml_tensor * dst, int b
         atomic_store_explicit(&ctx->entry[i].next, 0, memory_order_relaxed);
         atomic_store_explicit(&ctx->entry[i].left, op->n_chunks, memory_order_relaxed);
     }
-    acquire_more(ctx, leader);
+    atomic_store_explicit(&op->ended, false, memory_order_relaxed);
+    acquire_more(ctx, leader, true);
     op->at_once = atomic_load_explicit(&op->n_acquired, memory_order_relaxed) == op->n_entries;
     ctx->total.n_ops++;
 }
@@ -453,20 +455,28 @@ static int next_chunk(moestream_context * ctx, int * chunk, int * pending) {
 }
 
 /* Called by whoever finished the last chunk of an entry. Slots go back at once where others wait for them, else together
- * at the end, with one lock for all. */
+ * at the end (leave), with one lock for all. */
 static void finish_entry(moestream_context * ctx, int i) {
     ms_op * op = &ctx->op;
     if (!op->at_once) {
         int32_t slot = ctx->entry[i].slot;
         ms_stream_release(ctx->ms->stream, op->slice, &slot, 1);
     }
-    int done = atomic_fetch_add_explicit(&op->n_done, 1, memory_order_acq_rel) + 1;
-    if (op->at_once && done == op->n_entries) {
-        for (int k = 0; k < op->n_entries; k++) {
-            ctx->slots[k] = ctx->entry[k].slot;
-        }
-        ms_stream_release(ctx->ms->stream, op->slice, ctx->slots, op->n_entries);
+    atomic_fetch_add_explicit(&op->n_done, 1, memory_order_acq_rel);
+}
+
+/* The last thread inside ends the operation: nobody looks at its slots any more, and the cache may change its size. A
+ * thread that comes later finds every chunk handed out, which it sees by the count that this one left. */
+static void leave(moestream_context * ctx) {
+    ms_op * op = &ctx->op;
+    if (atomic_fetch_sub_explicit(&op->n_inside, 1, memory_order_acq_rel) > 1 || atomic_exchange(&op->ended, true)) {
+        return;
     }
+    int n = op->at_once ? op->n_entries : 0;
+    for (int k = 0; k < n; k++) {
+        ctx->slots[k] = ctx->entry[k].slot;
+    }
+    ms_stream_end(ctx->ms->stream, op->slice, ctx->slots, n);
 }
 
 /* More experts than slots: takes what has become free; one thread at a time. Returns false if there was nothing to take. */
@@ -485,7 +495,7 @@ static bool take_more(moestream_context * ctx) {
         atomic_fetch_add(&op->n_done, op->n_entries - before);
         atomic_store_explicit(&op->n_acquired, op->n_entries, memory_order_release);
     } else if (before < op->n_entries) {
-        acquire_more(ctx, false);
+        acquire_more(ctx, false, false);
     }
     bool more = atomic_load_explicit(&op->n_acquired, memory_order_relaxed) > before;
     atomic_flag_clear_explicit(&op->taking, memory_order_release);
@@ -591,10 +601,14 @@ void ms_expert_matmul(struct ggml_tensor * dst, int ith, int nth, void * userdat
     }
     barrier(ctx, nth);
     if (ctx->op.n_entries > 0) {
+        atomic_fetch_add_explicit(&ctx->op.n_inside, 1, memory_order_acq_rel);
         work(ctx, ith);
+        leave(ctx);
     }
     if (ith == 0) {
         ctx->total.compute_ns += ms_now_ns() - ctx->op.started_ns;
-        ctx->n_threads = nth;
+        atomic_store_explicit(&ctx->n_ops, ctx->total.n_ops, memory_order_relaxed);
+        atomic_store_explicit(&ctx->compute_ns, ctx->total.compute_ns, memory_order_relaxed);
+        atomic_store_explicit(&ctx->n_threads, nth, memory_order_relaxed);
     }
 }

@@ -75,6 +75,8 @@ typedef struct ms_op {
     int64_t chunk_rows;
     atomic_int n_acquired;     /* entries[0..n_acquired) have slots */
     atomic_int n_done;         /* entries finished */
+    atomic_int n_inside;       /* threads that may look at its slots */
+    atomic_bool ended;         /* ms_stream_end was called, or is about to be */
     atomic_int first_open;     /* entries before it have no chunk left to hand out */
     bool at_once;              /* every entry had a slot from the start */
     uint64_t started_ns;
@@ -134,7 +136,7 @@ struct moestream_context {
     unsigned pass_slices;
     bool pass_all;
     size_t replay_token, replay_step; /* token of the recording this pass begins at, tokens of this pass */
-    int n_threads;         /* of the last operation */
+    atomic_int n_threads;  /* of the last operation */
 
     /* reading ahead (predict.c); used by the one thread that holds op.predicted */
     uint64_t pass_begin_ns; /* reads begun before it belong to earlier calls, or were guesses */
@@ -155,6 +157,7 @@ struct moestream_context {
     moestream_stats total;
     moestream_stats at_call; /* copy of total when the call began */
     atomic_uint_fast64_t stall_ns; /* summed over threads */
+    atomic_uint_fast64_t n_ops, compute_ns; /* of total, for threads that ask about the store */
 };
 
 /* buffer_types.c */
