@@ -17,6 +17,7 @@
 
 enum {
     MS_CHUNK_ROWS = 64,        /* output rows per chunk, a multiple of every tile height in ggml */
+    MS_STOPPED_NS = 50 * 1000 * 1000,
     MS_DOT_TOKENS = 8          /* up to here all activations are quantised once, in common */
 };
 
@@ -267,6 +268,8 @@ static void start(moestream_context * ctx, const struct ggml_tensor * dst, int b
         atomic_store_explicit(&ctx->entry[i].left, op->n_chunks, memory_order_relaxed);
     }
     atomic_store_explicit(&op->ended, false, memory_order_relaxed);
+    atomic_store_explicit(&op->stopped_ns, 0, memory_order_relaxed);
+    atomic_store_explicit(&op->looked_ns, op->started_ns, memory_order_relaxed);
     acquire_more(ctx, leader, true);
     op->at_once = atomic_load_explicit(&op->n_acquired, memory_order_relaxed) == op->n_entries;
     ctx->total.n_ops++;
@@ -465,8 +468,7 @@ static void finish_entry(moestream_context * ctx, int i) {
     atomic_fetch_add_explicit(&op->n_done, 1, memory_order_acq_rel);
 }
 
-/* The last thread inside ends the operation: nobody looks at its slots any more, and the cache may change its size. A
- * thread that comes later finds every chunk handed out, which it sees by the count that this one left. */
+/* The last thread inside ends the operation; one that comes later sees, by n_inside, that every chunk is handed out. */
 static void leave(moestream_context * ctx) {
     ms_op * op = &ctx->op;
     if (atomic_fetch_sub_explicit(&op->n_inside, 1, memory_order_acq_rel) > 1 || atomic_exchange(&op->ended, true)) {
@@ -513,6 +515,14 @@ static void check_stop(moestream_context * ctx) {
     }
 }
 
+/* Waits are a few milliseconds long. When none has ended for far longer the process was stopped, starved or computing:
+ * that does not count for the deadline. Returns the sum of such times in this operation. */
+static uint64_t time_stopped(ms_op * op, uint64_t now) {
+    uint64_t last = atomic_exchange_explicit(&op->looked_ns, now, memory_order_relaxed);
+    uint64_t more = now > last + MS_STOPPED_NS ? now - last : 0;
+    return atomic_fetch_add_explicit(&op->stopped_ns, more, memory_order_relaxed) + more;
+}
+
 static void wait_for(moestream_context * ctx, int i) {
     ms_op * op = &ctx->op;
     const ms_entry * entry = &ctx->entry[i];
@@ -521,15 +531,11 @@ static void wait_for(moestream_context * ctx, int i) {
     uint64_t now = ms_now_ns();
     atomic_fetch_add_explicit(&ctx->stall_ns, now - begin, memory_order_relaxed);
     check_stop(ctx);
-    if (now - op->started_ns > ctx->ms->deadline_ns && !atomic_load(&ctx->failed)) {
+    uint64_t limit = ctx->ms->deadline_ns + time_stopped(op, now);
+    if (now - op->started_ns > limit && !atomic_load(&ctx->failed)) {
         /* an operation over many experts may take longer than that; one read may not */
         uint64_t age = ms_stream_read_age(ctx->ms->stream, entry->slot, op->slice);
-        if (age > ctx->ms->deadline_ns) {
-            /* a process that was stopped meanwhile has completions to collect, or readers that have not run yet */
-            ms_stream_wait(ctx->ms->stream, entry->slot, op->slice);
-            age = ms_stream_read_age(ctx->ms->stream, entry->slot, op->slice);
-        }
-        if (age > ctx->ms->deadline_ns) {
+        if (age > limit) {
             moestream_error e = {.struct_size = sizeof(e)};
             ms_stream_deadline_error(ctx->ms->stream, entry->slot, op->slice, age, &e);
             ms_context_fail(ctx, &e);
@@ -545,7 +551,7 @@ static void wait_for_slots(moestream_context * ctx) {
     atomic_fetch_add_explicit(&ctx->stall_ns, now - begin, memory_order_relaxed);
     check_stop(ctx);
     uint64_t since = atomic_load_explicit(&ctx->op.slots_since_ns, memory_order_relaxed);
-    if (now - since > ctx->ms->deadline_ns && !atomic_load(&ctx->failed)) {
+    if (now - since > ctx->ms->deadline_ns + time_stopped(&ctx->op, now) && !atomic_load(&ctx->failed)) {
         moestream_error e = {.struct_size = sizeof(e)};
         ms_fail(&e, MOESTREAM_ERR_IO, ETIMEDOUT,
                 "no slot of the cache became free in %.1f s (deadline_ms): reads into all of them, for this "

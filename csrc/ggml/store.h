@@ -81,6 +81,8 @@ typedef struct ms_op {
     bool at_once;              /* every entry had a slot from the start */
     uint64_t started_ns;
     atomic_uint_fast64_t slots_since_ns; /* when slots were last had */
+    atomic_uint_fast64_t looked_ns;  /* when a thread last looked at the deadline */
+    atomic_uint_fast64_t stopped_ns; /* time in which none did for long: it does not count */
     bool leader;               /* first operation of the pass over its layer */
     bool scan;                 /* more experts per token than the model uses */
     atomic_flag predicted;     /* taken by the thread that reads ahead */
