@@ -106,6 +106,6 @@ print(right, sorted(said))
 @pytest.mark.parametrize("io", ["pread", "io_uring"])
 def test_random_calls_are_right_or_refused(io: str) -> None:
     seed = int(os.environ.get("MOESTREAM_RANDOM_SEED") or int.from_bytes(os.urandom(3), "big"))
-    seconds = float(os.environ.get("MOESTREAM_RANDOM_SECONDS") or 5)
+    seconds = float(os.environ.get("MOESTREAM_RANDOM_SECONDS") or 4)
     done = faults.run(CALLS.format(seed=seed, seconds=seconds), io=io, timeout=seconds + 90)
     print(done.stdout)
