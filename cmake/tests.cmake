@@ -82,6 +82,7 @@ if(NOT MOESTREAM_SANITIZE AND NOT MOESTREAM_MUTATE)
             "PUBLISH_EARLY;nothing_is_published_before_its_bytes_are_there"
             "SKIP_PIN;leased_slots_keep_their_bytes_when_all_others_are_used_up"
             "WINDOW_OFF_BY_ONE;slices_are_the_files_bytes_in_any_order_of_completion"
+            "IGNORE_CHANGES;bytes_of_a_file_that_was_written_to_are_not_used"
             "STALE_SLOT;a_slot_given_to_another_expert_holds_the_other_experts_bytes")
         list(GET MS_CASE 0 MS_DEFECT)
         list(GET MS_CASE 1 MS_NOTICED_BY)

@@ -339,9 +339,9 @@ void moestream_context_cancel(moestream_context * ctx) {
 /* ---- statistics ---- */
 
 static void add_context_counters(moestream_stats * to, const moestream_context * ctx) {
-    to->n_ops += ctx->total.n_ops;
-    to->compute_ns += ctx->total.compute_ns;
-    to->stall_ns += atomic_load(&ctx->stall_ns) / (uint64_t) (ctx->n_threads > 0 ? ctx->n_threads : 1);
+    to->n_ops += atomic_load(&ctx->n_ops);
+    to->compute_ns += atomic_load(&ctx->compute_ns);
+    to->stall_ns += atomic_load(&ctx->stall_ns) / (uint64_t) atomic_load(&ctx->n_threads);
 }
 
 moestream_status moestream_get_stats(const moestream * ms, moestream_stats * stats) {
@@ -389,7 +389,7 @@ static void fill_store_fields(const moestream_context * ctx, moestream_stats * s
 
 static moestream_stats context_total(const moestream_context * ctx) {
     moestream_stats s = ctx->total;
-    s.stall_ns = atomic_load(&ctx->stall_ns) / (uint64_t) (ctx->n_threads > 0 ? ctx->n_threads : 1);
+    s.stall_ns = atomic_load(&ctx->stall_ns) / (uint64_t) atomic_load(&ctx->n_threads);
     return s;
 }
 

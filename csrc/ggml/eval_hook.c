@@ -235,7 +235,7 @@ moestream_status ms_context_init(moestream_context ** out, moestream * ms, struc
     ctx->ms = ms;
     ctx->api = ms->api;
     ctx->pass_group = -1;
-    ctx->n_threads = 1;
+    atomic_init(&ctx->n_threads, 1);
     atomic_flag_clear(&ctx->op.taking);
     atomic_flag_clear(&ctx->op.asking);
     pthread_mutex_init(&ctx->error_lock, NULL);
@@ -273,7 +273,7 @@ void ms_context_free(moestream_context * ctx) {
     }
     ms->totals.n_ops += ctx->total.n_ops;
     ms->totals.compute_ns += ctx->total.compute_ns;
-    ms->totals.stall_ns += atomic_load(&ctx->stall_ns) / (uint64_t) ctx->n_threads;
+    ms->totals.stall_ns += atomic_load(&ctx->stall_ns) / (uint64_t) atomic_load(&ctx->n_threads);
     pthread_mutex_unlock(&ms->totals_lock);
     if (ctx->pool_batch != NULL) {
         ctx->api->ggml_threadpool_free(ctx->pool_batch);

@@ -1,12 +1,9 @@
 /*
  * ggml/expert_matmul: MUL_MAT_ID over experts that arrive from disk, run in place of the stock operation on all of the
  * CPU backend's threads.
- * Guarantees: the same bits as ggml_compute_forward_mul_mat_id of the bound library. One row for an expert: from_float
- * and vec_dot of the weight type, which is what the stock kernel does with one row. Several rows: the stock kernel
- * itself, on a small graph over one expert's slice (it may use tiled kernels with other rounding).
+ * Guarantees: the same bits as the stock operation (expert_rows.c); whichever experts are there are computed first.
  * One barrier, before the work; none after it: ggml has one behind every node.
- * Never keeps a slice pinned after the operation; never allocates on the way but for the rare growth of a thread's
- * scratch.
+ * Never keeps a slice pinned after the operation; never allocates.
  */
 #include <errno.h>
 #include <inttypes.h>
@@ -16,78 +13,9 @@
 #include "ggml/store.h"
 
 enum {
-    MS_CHUNK_ROWS = 64,        /* output rows per chunk, a multiple of every tile height in ggml */
-    MS_DOT_TOKENS = 8          /* up to here one row of an expert is computed by vec_dot, without a small graph */
+    MS_CHUNK_ROWS = 64, /* output rows per chunk, a multiple of every tile height in ggml */
+    MS_STOPPED_NS = 50 * 1000 * 1000, /* a wait that took this much longer than asked for: we did not run */
 };
-
-/* What one thread needs for small graphs; made at its first use, grown when an operation is larger. */
-struct ms_scratch {
-    struct ggml_context * context;
-    ggml_threadpool_t pool;
-    uint8_t * bytes; /* activations, results, ids, work */
-    size_t room;
-};
-
-moestream_status ms_scratch_init(moestream_context * ctx, moestream_error * err) {
-    ctx->scratch = ms_calloc(MS_MAX_THREADS, sizeof(*ctx->scratch));
-    return ctx->scratch != NULL
-               ? MOESTREAM_OK
-               : ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for the state of %d threads", MS_MAX_THREADS);
-}
-
-void ms_scratch_free(moestream_context * ctx) {
-    for (int i = 0; ctx->scratch != NULL && i < MS_MAX_THREADS; i++) {
-        if (ctx->scratch[i].context != NULL) {
-            ctx->api->ggml_free(ctx->scratch[i].context);
-        }
-        if (ctx->scratch[i].pool != NULL) {
-            ctx->api->ggml_threadpool_free(ctx->scratch[i].pool);
-        }
-        free(ctx->scratch[i].bytes);
-    }
-    free(ctx->scratch);
-}
-
-static enum ggml_type dot_type(const ms_api * api, const struct ggml_tensor * weights) {
-    return api->ggml_get_type_traits_cpu(weights->type)->vec_dot_type;
-}
-
-static bool few_tokens(const struct ggml_tensor * node) {
-    return node->src[2]->ne[1] <= MS_DOT_TOKENS;
-}
-
-/* Activations are quantised once for all experts, as the stock kernel does. F32 rows of many tokens are taken from where
- * they are. */
-static bool quantize_in_common(const ms_api * api, const struct ggml_tensor * node) {
-    return few_tokens(node) || dot_type(api, node->src[0]) != GGML_TYPE_F32;
-}
-
-bool ms_matmul_reserve(moestream_context * ctx, const struct ggml_tensor * node) {
-    const struct ggml_tensor *x = node->src[1], *ids = node->src[2];
-    size_t rows = (size_t) (ids->ne[0] * ids->ne[1]);
-    if (rows > ctx->n_rows_room) {
-        ms_row * grown = realloc(ctx->rows, rows * sizeof(*grown));
-        if (grown == NULL) {
-            return false;
-        }
-        ctx->rows = grown;
-        ctx->n_rows_room = rows;
-    }
-    size_t bytes =
-        quantize_in_common(ctx->api, node)
-            ? ctx->api->ggml_row_size(dot_type(ctx->api, node->src[0]), x->ne[0]) * (size_t) (x->ne[1] * x->ne[2])
-            : 0;
-    if (bytes > ctx->quantized_room) {
-        uint8_t * grown = aligned_alloc(64, ms_align_up(bytes, 64));
-        if (grown == NULL) {
-            return false;
-        }
-        free(ctx->quantized);
-        ctx->quantized = grown;
-        ctx->quantized_room = ms_align_up(bytes, 64);
-    }
-    return true;
-}
 
 /* ---- barrier: sense by phase; yields after a short spin, since readers and other threads may need the core ---- */
 
@@ -175,7 +103,7 @@ static ms_demand demand_of(const moestream_context * ctx, bool leader) {
 
 /* Acquires slots for the entries that have none, as many as there is room for. Thread 0 before the barrier; later any
  * thread that finished an entry, one at a time (op_lock). */
-static void acquire_more(moestream_context * ctx, bool leader) {
+static void acquire_more(moestream_context * ctx, bool leader, bool begins) {
     ms_op * op = &ctx->op;
     int have = atomic_load_explicit(&op->n_acquired, memory_order_relaxed);
     int n = op->n_entries - have;
@@ -183,6 +111,7 @@ static void acquire_more(moestream_context * ctx, bool leader) {
         ctx->experts[i] = ctx->entry[have + i].expert;
     }
     ms_demand demand = demand_of(ctx, leader);
+    demand.begins = begins;
     int got = n > 0 ? ms_stream_acquire(ctx->ms->stream, &demand, ctx->experts, n, ctx->slots, &ctx->total) : 0;
     for (int i = 0; i < got; i++) {
         ctx->entry[have + i].slot = ctx->slots[i];
@@ -215,21 +144,12 @@ static bool begin_pass(moestream_context * ctx) {
  * second quantisation of the activations, so whole experts where there are enough of them to go round. */
 static int64_t chunk_rows(const struct ggml_tensor * dst, int n_entries, int nth) {
     int64_t n_out = dst->src[0]->ne[1];
-    if (dst->src[2]->ne[1] <= MS_DOT_TOKENS) {
+    if (ms_few_tokens(dst)) {
         return MS_CHUNK_ROWS;
     }
     int64_t parts = (4 * nth + n_entries - 1) / n_entries; /* per expert, for four chunks a thread */
     int64_t rows = nth == 1 ? n_out : (n_out + parts - 1) / parts;
     return (int64_t) ms_align_up((uint64_t) rows, MS_CHUNK_ROWS);
-}
-
-static void zero_all(const struct ggml_tensor * dst) {
-    for (int64_t t = 0; t < dst->ne[2]; t++) {
-        for (int64_t k = 0; k < dst->ne[1]; k++) {
-            memset((char *) dst->data + (size_t) t * dst->nb[2] + (size_t) k * dst->nb[1], 0,
-                   (size_t) dst->ne[0] * sizeof(float));
-        }
-    }
 }
 
 static void start(moestream_context * ctx, const struct ggml_tensor * dst, int bank, int nth) {
@@ -256,7 +176,7 @@ static void start(moestream_context * ctx, const struct ggml_tensor * dst, int b
     atomic_store_explicit(&op->n_done, 0, memory_order_relaxed);
     atomic_store_explicit(&op->first_open, 0, memory_order_relaxed);
     if (op->n_entries == 0) {
-        zero_all(dst);
+        ms_zero_all(dst);
         return;
     }
     if (leader) {
@@ -272,123 +192,15 @@ static void start(moestream_context * ctx, const struct ggml_tensor * dst, int b
         atomic_store_explicit(&ctx->entry[i].next, 0, memory_order_relaxed);
         atomic_store_explicit(&ctx->entry[i].left, op->n_chunks, memory_order_relaxed);
     }
-    acquire_more(ctx, leader);
+    atomic_store_explicit(&op->ended, false, memory_order_relaxed);
+    atomic_store_explicit(&op->stopped_ns, 0, memory_order_relaxed);
+    atomic_store_explicit(&op->looked_ns, op->started_ns, memory_order_relaxed);
+    acquire_more(ctx, leader, true);
     op->at_once = atomic_load_explicit(&op->n_acquired, memory_order_relaxed) == op->n_entries;
     ctx->total.n_ops++;
 }
 
 /* ---- computing one chunk ---- */
-
-static void quantize_rows(moestream_context * ctx, const struct ggml_tensor * dst, int part, int n_parts) {
-    const ms_api * api = ctx->api;
-    const struct ggml_tensor * x = dst->src[1];
-    enum ggml_type type = dot_type(api, dst->src[0]);
-    ggml_from_float_t from_float = type == GGML_TYPE_F32 ? NULL : api->ggml_get_type_traits_cpu(type)->from_float;
-    size_t row = api->ggml_row_size(type, x->ne[0]);
-    for (int64_t i = part; i < x->ne[1] * x->ne[2]; i += n_parts) {
-        const char * from =
-            (const char *) x->data + (size_t) (i % x->ne[1]) * x->nb[1] + (size_t) (i / x->ne[1]) * x->nb[2];
-        if (from_float != NULL) {
-            from_float((const float *) from, ctx->quantized + row * (size_t) i, x->ne[0]);
-        } else {
-            memcpy(ctx->quantized + row * (size_t) i, from, row);
-        }
-    }
-}
-
-static void compute_one_row(moestream_context * ctx, const ms_entry * entry, const uint8_t * weights, int64_t r0,
-                            int64_t r1) {
-    const struct ggml_tensor *dst = ctx->op.dst, *w = dst->src[0], *x = dst->src[1];
-    const struct ggml_type_traits_cpu * traits = ctx->api->ggml_get_type_traits_cpu(w->type);
-    ms_row row = ctx->rows[entry->first_row];
-    size_t x_row = ctx->api->ggml_row_size(traits->vec_dot_type, x->ne[0]);
-    const uint8_t * activation = ctx->quantized + x_row * (size_t) (row.t * x->ne[1] + row.k % x->ne[1]);
-    float * out = (float *) ((char *) dst->data + (size_t) row.t * dst->nb[2] + (size_t) row.k * dst->nb[1]);
-    for (int64_t r = r0; r < r1; r++) {
-        traits->vec_dot((int) w->ne[0], out + r, 0, weights + (size_t) r * w->nb[1], 0, activation, 0, 1);
-    }
-}
-
-/* Room for one small graph: tensors, activations [K, n], results [M, n], ids [n], ggml's work. */
-static bool scratch_ready(const ms_api * api, ms_scratch * s, size_t bytes) {
-    if (s->context == NULL) {
-        struct ggml_init_params params = {.mem_size = 8 * api->ggml_tensor_overhead() +
-                                                      api->ggml_graph_overhead_custom(8, false),
-                                          .mem_buffer = NULL,
-                                          .no_alloc = true};
-        struct ggml_threadpool_params pool = api->ggml_threadpool_params_default(1);
-        s->context = api->ggml_init(params);
-        s->pool = s->context != NULL ? api->ggml_threadpool_new(&pool) : NULL;
-    }
-    if (bytes > s->room) {
-        free(s->bytes);
-        s->bytes = aligned_alloc(64, ms_align_up(bytes, 64));
-        s->room = s->bytes != NULL ? ms_align_up(bytes, 64) : 0;
-    }
-    return s->pool != NULL && s->room >= bytes;
-}
-
-static bool compute_rows(moestream_context * ctx, ms_scratch * s, const ms_entry * entry, const uint8_t * weights,
-                         int64_t r0, int64_t r1) {
-    const ms_api * api = ctx->api;
-    const struct ggml_tensor *dst = ctx->op.dst, *w = dst->src[0], *x = dst->src[1];
-    int64_t n = entry->n_rows, n_in = w->ne[0], n_out = r1 - r0;
-    bool quantized = quantize_in_common(api, dst);
-    enum ggml_type type = quantized ? dot_type(api, w) : GGML_TYPE_F32;
-    size_t x_row = api->ggml_row_size(type, n_in);
-    size_t x_bytes = ms_align_up(x_row * (size_t) n, 64),
-           d_bytes = ms_align_up((size_t) (n_out * n) * sizeof(float), 64);
-    size_t id_bytes = ms_align_up((size_t) n * sizeof(int32_t), 64);
-    if (!scratch_ready(api, s, x_bytes + d_bytes + id_bytes)) {
-        return false;
-    }
-    api->ggml_reset(s->context);
-    struct ggml_tensor * sw = api->ggml_new_tensor_3d(s->context, w->type, n_in, n_out, 1);
-    struct ggml_tensor * sx = api->ggml_new_tensor_3d(s->context, type, n_in, 1, n);
-    struct ggml_tensor * si = api->ggml_new_tensor_2d(s->context, GGML_TYPE_I32, 1, n);
-    struct ggml_tensor * sd = api->ggml_mul_mat_id(s->context, sw, sx, si);
-    struct ggml_cgraph * graph = api->ggml_new_graph_custom(s->context, 8, false);
-    memcpy(sd->op_params, ctx->node[ctx->op.bank].params, sizeof(sd->op_params));
-    api->ggml_build_forward_expand(graph, sd);
-    struct ggml_cplan plan = api->ggml_graph_plan(graph, 1, s->pool);
-    if (!scratch_ready(api, s, x_bytes + d_bytes + id_bytes + plan.work_size)) {
-        return false;
-    }
-    uint8_t * xs = s->bytes;
-    float * ds = (float *) (s->bytes + x_bytes);
-    sw->data = (void *) (uintptr_t) (weights + (size_t) r0 * w->nb[1]);
-    sx->data = xs;
-    sd->data = ds;
-    si->data = memset(s->bytes + x_bytes + d_bytes, 0, id_bytes);
-    plan.work_data = s->bytes + x_bytes + d_bytes + id_bytes;
-    for (int64_t i = 0; i < n; i++) {
-        ms_row row = ctx->rows[entry->first_row + i];
-        const uint8_t * from =
-            quantized ? ctx->quantized + x_row * (size_t) (row.t * x->ne[1] + row.k % x->ne[1])
-                      : (const uint8_t *) x->data + (size_t) row.t * x->nb[2] + (size_t) (row.k % x->ne[1]) * x->nb[1];
-        memcpy(xs + x_row * (size_t) i, from, x_row);
-    }
-    if (api->ggml_graph_compute(graph, &plan) != GGML_STATUS_SUCCESS) {
-        return false;
-    }
-    for (int64_t i = 0; i < n; i++) {
-        ms_row row = ctx->rows[entry->first_row + i];
-        memcpy((char *) dst->data + (size_t) row.t * dst->nb[2] + (size_t) row.k * dst->nb[1] +
-                   (size_t) r0 * sizeof(float),
-               ds + i * n_out, (size_t) n_out * sizeof(float));
-    }
-    return true;
-}
-
-static void zero_rows(moestream_context * ctx, const ms_entry * entry, int64_t r0, int64_t r1) {
-    const struct ggml_tensor * dst = ctx->op.dst;
-    for (int i = 0; i < entry->n_rows; i++) {
-        ms_row row = ctx->rows[entry->first_row + i];
-        memset((char *) dst->data + (size_t) row.t * dst->nb[2] + (size_t) row.k * dst->nb[1] +
-                   (size_t) r0 * sizeof(float),
-               0, (size_t) (r1 - r0) * sizeof(float));
-    }
-}
 
 /* The slice of this entry is there, right, and the call has not failed; else the call fails now. */
 static bool slice_usable(moestream_context * ctx, const ms_entry * entry, int chunk) {
@@ -415,9 +227,7 @@ static void compute_chunk(moestream_context * ctx, int ith, int i, int chunk) {
     bool ok = slice_usable(ctx, entry, chunk);
     if (ok) {
         const uint8_t * weights = ms_stream_payload(ctx->ms->stream, entry->slot, op->slice);
-        if (entry->n_rows == 1 && few_tokens(op->dst)) {
-            compute_one_row(ctx, entry, weights, r0, r1);
-        } else if (!compute_rows(ctx, &ctx->scratch[ith], entry, weights, r0, r1)) {
+        if (!ms_compute_rows(ctx, ith, entry, weights, r0, r1)) {
             moestream_error e = {.struct_size = sizeof(e)};
             ms_fail(&e, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory to compute %d rows of an expert", entry->n_rows);
             ms_context_fail(ctx, &e);
@@ -425,7 +235,7 @@ static void compute_chunk(moestream_context * ctx, int ith, int i, int chunk) {
         }
     }
     if (!ok) {
-        zero_rows(ctx, entry, r0, r1); /* nothing may read garbage; the call fails through the abort callback */
+        ms_zero_rows(ctx, entry, r0, r1); /* nothing may read garbage; the call fails through the abort callback */
     }
 }
 
@@ -465,20 +275,27 @@ static int next_chunk(moestream_context * ctx, int * chunk, int * pending) {
 }
 
 /* Called by whoever finished the last chunk of an entry. Slots go back at once where others wait for them, else together
- * at the end, with one lock for all. */
+ * at the end (leave), with one lock for all. */
 static void finish_entry(moestream_context * ctx, int i) {
     ms_op * op = &ctx->op;
     if (!op->at_once) {
         int32_t slot = ctx->entry[i].slot;
         ms_stream_release(ctx->ms->stream, op->slice, &slot, 1);
     }
-    int done = atomic_fetch_add_explicit(&op->n_done, 1, memory_order_acq_rel) + 1;
-    if (op->at_once && done == op->n_entries) {
-        for (int k = 0; k < op->n_entries; k++) {
-            ctx->slots[k] = ctx->entry[k].slot;
-        }
-        ms_stream_release(ctx->ms->stream, op->slice, ctx->slots, op->n_entries);
+    atomic_fetch_add_explicit(&op->n_done, 1, memory_order_acq_rel);
+}
+
+/* The last thread inside ends the operation; one that comes later sees, by n_inside, that every chunk is handed out. */
+static void leave(moestream_context * ctx) {
+    ms_op * op = &ctx->op;
+    if (atomic_fetch_sub_explicit(&op->n_inside, 1, memory_order_acq_rel) > 1 || atomic_exchange(&op->ended, true)) {
+        return;
     }
+    int n = op->at_once ? op->n_entries : 0;
+    for (int k = 0; k < n; k++) {
+        ctx->slots[k] = ctx->entry[k].slot;
+    }
+    ms_stream_end(ctx->ms->stream, op->slice, ctx->slots, n);
 }
 
 /* More experts than slots: takes what has become free; one thread at a time. Returns false if there was nothing to take. */
@@ -491,13 +308,13 @@ static bool take_more(moestream_context * ctx) {
     if (atomic_load_explicit(&ctx->failed, memory_order_relaxed)) {
         /* entries that never got a slot: nothing to compute, nothing to give back */
         for (int i = before; i < op->n_entries; i++) {
-            zero_rows(ctx, &ctx->entry[i], 0, op->dst->src[0]->ne[1]);
+            ms_zero_rows(ctx, &ctx->entry[i], 0, op->dst->src[0]->ne[1]);
             atomic_store_explicit(&ctx->entry[i].next, op->n_chunks, memory_order_relaxed);
         }
         atomic_fetch_add(&op->n_done, op->n_entries - before);
         atomic_store_explicit(&op->n_acquired, op->n_entries, memory_order_release);
     } else if (before < op->n_entries) {
-        acquire_more(ctx, false);
+        acquire_more(ctx, false, false);
     }
     bool more = atomic_load_explicit(&op->n_acquired, memory_order_relaxed) > before;
     atomic_flag_clear_explicit(&op->taking, memory_order_release);
@@ -515,6 +332,14 @@ static void check_stop(moestream_context * ctx) {
     }
 }
 
+/* Waits are a few milliseconds long. When none has ended for far longer the process was stopped, starved or computing:
+ * that does not count for the deadline. Returns the sum of such times in this operation. */
+static uint64_t time_stopped(ms_op * op, uint64_t now) {
+    uint64_t last = atomic_exchange_explicit(&op->looked_ns, now, memory_order_relaxed);
+    uint64_t more = now > last + MS_STOPPED_NS ? now - last : 0;
+    return atomic_fetch_add_explicit(&op->stopped_ns, more, memory_order_relaxed) + more;
+}
+
 static void wait_for(moestream_context * ctx, int i) {
     ms_op * op = &ctx->op;
     const ms_entry * entry = &ctx->entry[i];
@@ -523,15 +348,11 @@ static void wait_for(moestream_context * ctx, int i) {
     uint64_t now = ms_now_ns();
     atomic_fetch_add_explicit(&ctx->stall_ns, now - begin, memory_order_relaxed);
     check_stop(ctx);
-    if (now - op->started_ns > ctx->ms->deadline_ns && !atomic_load(&ctx->failed)) {
+    uint64_t limit = ctx->ms->deadline_ns + time_stopped(op, now);
+    if (now - op->started_ns > limit && !atomic_load(&ctx->failed)) {
         /* an operation over many experts may take longer than that; one read may not */
         uint64_t age = ms_stream_read_age(ctx->ms->stream, entry->slot, op->slice);
-        if (age > ctx->ms->deadline_ns) {
-            /* a process that was stopped meanwhile has completions to collect, or readers that have not run yet */
-            ms_stream_wait(ctx->ms->stream, entry->slot, op->slice);
-            age = ms_stream_read_age(ctx->ms->stream, entry->slot, op->slice);
-        }
-        if (age > ctx->ms->deadline_ns) {
+        if (age > limit) {
             moestream_error e = {.struct_size = sizeof(e)};
             ms_stream_deadline_error(ctx->ms->stream, entry->slot, op->slice, age, &e);
             ms_context_fail(ctx, &e);
@@ -547,7 +368,7 @@ static void wait_for_slots(moestream_context * ctx) {
     atomic_fetch_add_explicit(&ctx->stall_ns, now - begin, memory_order_relaxed);
     check_stop(ctx);
     uint64_t since = atomic_load_explicit(&ctx->op.slots_since_ns, memory_order_relaxed);
-    if (now - since > ctx->ms->deadline_ns && !atomic_load(&ctx->failed)) {
+    if (now - since > ctx->ms->deadline_ns + time_stopped(&ctx->op, now) && !atomic_load(&ctx->failed)) {
         moestream_error e = {.struct_size = sizeof(e)};
         ms_fail(&e, MOESTREAM_ERR_IO, ETIMEDOUT,
                 "no slot of the cache became free in %.1f s (deadline_ms): reads into all of them, for this "
@@ -597,19 +418,23 @@ void ms_expert_matmul(struct ggml_tensor * dst, int ith, int nth, void * userdat
     if (ith == 0) {
         start(ctx, dst, (int) (node - ctx->node), nth);
     }
-    if (quantize_in_common(ctx->api, dst) && !atomic_load_explicit(&ctx->failed, memory_order_relaxed)) {
+    if (ms_quantize_in_common(ctx->api, dst) && !atomic_load_explicit(&ctx->failed, memory_order_relaxed)) {
         /* of few rows thread 0 does none: it has been busy getting the reads on their way */
-        int first = few_tokens(dst) && nth > 1 ? 1 : 0;
+        int first = ms_few_tokens(dst) && nth > 1 ? 1 : 0;
         if (ith >= first) {
-            quantize_rows(ctx, dst, ith - first, nth - first);
+            ms_quantize_rows(ctx, dst, ith - first, nth - first);
         }
     }
     barrier(ctx, nth);
     if (ctx->op.n_entries > 0) {
+        atomic_fetch_add_explicit(&ctx->op.n_inside, 1, memory_order_acq_rel);
         work(ctx, ith);
+        leave(ctx);
     }
     if (ith == 0) {
         ctx->total.compute_ns += ms_now_ns() - ctx->op.started_ns;
-        ctx->n_threads = nth;
+        atomic_store_explicit(&ctx->n_ops, ctx->total.n_ops, memory_order_relaxed);
+        atomic_store_explicit(&ctx->compute_ns, ctx->total.compute_ns, memory_order_relaxed);
+        atomic_store_explicit(&ctx->n_threads, nth, memory_order_relaxed);
     }
 }

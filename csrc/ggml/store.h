@@ -76,10 +76,14 @@ typedef struct ms_op {
     int64_t chunk_rows;
     atomic_int n_acquired;     /* entries[0..n_acquired) have slots */
     atomic_int n_done;         /* entries finished */
+    atomic_int n_inside;       /* threads that may look at its slots */
+    atomic_bool ended;         /* ms_stream_end was called, or is about to be */
     atomic_int first_open;     /* entries before it have no chunk left to hand out */
     bool at_once;              /* every entry had a slot from the start */
     uint64_t started_ns;
     atomic_uint_fast64_t slots_since_ns; /* when slots were last had */
+    atomic_uint_fast64_t looked_ns;  /* when a thread last looked at the deadline */
+    atomic_uint_fast64_t stopped_ns; /* time in which none did for long: it does not count */
     bool leader;               /* first operation of the pass over its layer */
     bool scan;                 /* more experts per token than the model uses */
     atomic_flag predicted;     /* taken by the thread that reads ahead */
@@ -135,7 +139,7 @@ struct moestream_context {
     unsigned pass_slices;
     bool pass_all;
     size_t replay_token, replay_step; /* token of the recording this pass begins at, tokens of this pass */
-    int n_threads;         /* of the last operation */
+    atomic_int n_threads;  /* of the last operation */
 
     /* reading ahead (predict.c); used by the one thread that holds op.predicted */
     uint64_t pass_begin_ns; /* reads begun before it belong to earlier calls, or were guesses */
@@ -156,6 +160,7 @@ struct moestream_context {
     moestream_stats total;
     moestream_stats at_call; /* copy of total when the call began */
     atomic_uint_fast64_t stall_ns; /* summed over threads */
+    atomic_uint_fast64_t n_ops, compute_ns; /* of total, for threads that ask about the store */
 };
 
 /* buffer_types.c */
@@ -167,10 +172,23 @@ moestream_status ms_buffer_materialize(moestream * ms, const struct ggml_tensor 
 
 /* expert_matmul.c */
 void ms_expert_matmul(struct ggml_tensor * dst, int ith, int nth, void * userdata);
+
+/* expert_rows.c */
 moestream_status ms_scratch_init(moestream_context * ctx, moestream_error * err);
 void ms_scratch_free(moestream_context * ctx);
 /* Room for one operation's activations and rows; called by the hook, before the graph runs. */
 bool ms_matmul_reserve(moestream_context * ctx, const struct ggml_tensor * node);
+bool ms_few_tokens(const struct ggml_tensor * node);
+/* Are activations quantised once for all experts (ms_quantize_rows, part `part` of `n_parts`)? F32 rows of many tokens
+ * are taken from where they are. */
+bool ms_quantize_in_common(const ms_api * api, const struct ggml_tensor * node);
+void ms_quantize_rows(moestream_context * ctx, const struct ggml_tensor * dst, int part, int n_parts);
+/* Output rows r0 to r1 of one expert for all its tokens, by thread `ith`; false if there is no memory. */
+bool ms_compute_rows(moestream_context * ctx, int ith, const ms_entry * entry, const uint8_t * weights, int64_t r0,
+                     int64_t r1);
+/* Results of a call that failed: nothing may read what was never written. */
+void ms_zero_rows(moestream_context * ctx, const ms_entry * entry, int64_t r0, int64_t r1);
+void ms_zero_all(const struct ggml_tensor * dst);
 
 /* predict.c */
 moestream_status ms_predict_init(moestream * ms, moestream_error * err);

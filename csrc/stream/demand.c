@@ -137,10 +137,12 @@ void ms_stream_done(void * user, ms_read * read, moestream_status status, int os
     int i = (int) read->tag;
     ms_flight f = s->flight[i];
     bool warn = false;
+#ifndef MS_MUTATE_IGNORE_CHANGES
     if (status == MOESTREAM_OK) {
         os_errno = ms_file_changed(read->file); /* one fstat a read: bytes of another version must not be used */
         status = os_errno == 0 ? status : MOESTREAM_ERR_IO;
     }
+#endif
     if (f.range != NULL) {
         pthread_mutex_lock(&s->lock);
         if (status != MOESTREAM_OK && f.range->status == MOESTREAM_OK) {
@@ -229,6 +231,7 @@ int ms_stream_acquire(ms_stream * s, const ms_demand * d, const int32_t * expert
     moestream_stats mine = {0};
     int n_slices = s->index->group[d->group].n_slices, got = 0, n_fresh = 0;
     pthread_mutex_lock(&s->lock);
+    s->n_operations += d->begins;
     for (; got < n; got++) {
         int slot = ms_slot_find(&s->cache, d->group, experts[got]);
         bool fresh = slot < 0;
@@ -343,8 +346,7 @@ void ms_stream_poll(ms_stream * s) {
     s->reader->ops->poll(s->reader);
 }
 
-void ms_stream_release(ms_stream * s, int slice, const int32_t * slots, int n) {
-    pthread_mutex_lock(&s->lock);
+static void release_locked(ms_stream * s, int slice, const int32_t * slots, int n) {
     for (int i = 0; i < n; i++) {
 #ifndef MS_MUTATE_SKIP_PIN
         ms_slot_unpin(&s->cache, slots[i]);
@@ -361,6 +363,19 @@ void ms_stream_release(ms_stream * s, int slice, const int32_t * slots, int n) {
     if (s->n_waiting_free > 0) {
         pthread_cond_broadcast(&s->freed);
     }
+}
+
+void ms_stream_release(ms_stream * s, int slice, const int32_t * slots, int n) {
+    pthread_mutex_lock(&s->lock);
+    release_locked(s, slice, slots, n);
+    pthread_mutex_unlock(&s->lock);
+}
+
+void ms_stream_end(ms_stream * s, int slice, const int32_t * slots, int n) {
+    pthread_mutex_lock(&s->lock);
+    release_locked(s, slice, slots, n);
+    MS_ASSERT(s->n_operations > 0);
+    s->n_operations--;
     pthread_mutex_unlock(&s->lock);
 }
 

@@ -102,6 +102,7 @@ struct ms_stream {
     int n_demand_in_flight;
     int n_ahead_in_flight;
     int n_pinned;
+    int n_operations; /* begun and not ended: their threads look at slots without the lock */
     uint64_t * checksum;  /* [n_banks][n_expert] with verify; 0 = not read yet */
     size_t * checksum_at; /* [n_banks] */
     moestream_stats stats;

@@ -269,11 +269,11 @@ void ms_stream_close(ms_stream * s) {
     free(s);
 }
 
-/* Nothing may write to the old slab or look at it: no pins, no read in flight. Called and returns with the
+/* Nothing may write to the old slab or look at it: no operation, no pins, no read in flight. Called and returns with the
  * lock held; it is given up while waiting. */
 static moestream_status quiesce_locked(ms_stream * s, moestream_error * err) {
     uint64_t begin = ms_now_ns(), limit = s->options.deadline_ns;
-    while (s->n_pinned == 0 &&
+    while (s->n_pinned + s->n_operations == 0 &&
            s->n_demand_in_flight + s->n_ahead_in_flight + s->demand.count + s->n_ahead_waiting > 0) {
         uint64_t waited = ms_now_ns() - begin;
         if (limit > 0 && waited > limit) {
@@ -285,7 +285,7 @@ static moestream_status quiesce_locked(ms_stream * s, moestream_error * err) {
         s->reader->ops->wait(s->reader, s->reader->ops->completed(s->reader), 1000 * 1000);
         pthread_mutex_lock(&s->lock);
     }
-    if (s->n_pinned > 0) {
+    if (s->n_pinned + s->n_operations > 0) {
         return ms_fail(err, MOESTREAM_ERR_BUSY, 0, "could not resize the cache: %d slots are in use by a running call",
                        s->n_pinned);
     }

@@ -60,6 +60,7 @@ typedef struct ms_demand {
     int slice;     /* the slice needed now */
     bool leader;   /* first operation of this pass over the group: hits and misses are counted here */
     bool scan;     /* more experts per token than the model uses (a warm-up): must not push out what is in use */
+    bool begins;     /* an operation begins: the cache keeps its size until ms_stream_end */
     bool all_slices; /* request the group's other slices too, behind this one */
 } ms_demand;
 
@@ -91,6 +92,8 @@ void ms_stream_wait_free(ms_stream * stream);
 void ms_stream_poll(ms_stream * stream);
 
 void ms_stream_release(ms_stream * stream, int slice, const int32_t * slots, int n);
+/* Releases these slots (n may be 0) and ends an operation: none of its threads asks about a slot any more. */
+void ms_stream_end(ms_stream * stream, int slice, const int32_t * slots, int n);
 
 /* Fills `err` with why the read of a FAILED slice failed: file, offset, errno. */
 moestream_status ms_stream_read_error(ms_stream * stream, int slot, int slice, moestream_error * err);

@@ -45,16 +45,15 @@ with opened(readers=1) as model, model.context(256, n_threads=2) as context:
     )
 
 
-@both_engines
-@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize(("io", "n_threads"), [("pread", 1), ("pread", 2), ("io_uring", 2)])
 def test_ctrl_c_in_a_read_that_does_not_come_back_returns_within_a_second(io: str, n_threads: int) -> None:
-    """Three seconds a read. The reads go on: their slots stay taken, and the next call waits for them."""
+    """Two seconds a read. The reads go on: their slots stay taken, and the next call waits for them."""
     faults.run(
         INTERRUPT
         + f"""
 want = reference(n_threads={n_threads})
 with opened(readers=2) as model, model.context(256, n_threads={n_threads}) as context:
-    faults("read:path=.gguf,min=4096,delay_ms=3000")
+    faults("read:path=.gguf,min=4096,delay_ms=2000")
     interrupted_in(0.3, lambda: context.decode([1]))
     faults("")
     context.clear()
@@ -71,13 +70,13 @@ def test_a_read_beyond_the_deadline_is_an_error_while_it_is_still_stuck(io: str)
         """
         want = reference()
         with opened(readers=1, deadline_s=0.3) as model, model.context(256, n_threads=2) as context:
-            faults("read:path=.gguf,min=4096,delay_ms=3000")
+            faults("read:path=.gguf,min=4096,delay_ms=2000")
             begin = time.monotonic()
             try:
                 context.decode([1])
                 raise AssertionError("it went through")
             except ms.ReadError as error:
-                assert time.monotonic() - begin < 2.5, time.monotonic() - begin
+                assert time.monotonic() - begin < 1.8, time.monotonic() - begin
                 assert error.errno == errno.ETIMEDOUT, error
                 for word in ("deadline", "offset", str(TINY)):
                     assert word in str(error), error

@@ -24,7 +24,7 @@ typedef unsigned long sigset_t;
 int sigfillset(sigset_t * set);
 enum { SIG_SETMASK = 2 };
 
-/* ggml/expert_matmul.c: scratch memory on cache lines; Windows has _aligned_malloc, which _aligned_free must free */
+/* ggml/expert_rows.c: scratch memory on cache lines; Windows has _aligned_malloc, which _aligned_free must free */
 void * aligned_alloc(size_t alignment, size_t n);
 
 /* ggml/load_file.c: a FILE of our own */
