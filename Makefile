@@ -6,6 +6,8 @@ JOBS ?= $(shell nproc)
 # more arguments for the commands below, for example: make demo DEMO_ARGS="--experts 256"
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+CLANG ?= clang
+FUZZ_SECONDS ?= 600
 CMAKE_ARGS ?=
 
 VENV := $(CURDIR)/.venv
@@ -29,7 +31,7 @@ PY_CODE = python tools $(wildcard tests bench examples)
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test check pytest build env format clean distclean archs \
+.PHONY: help demo test check pytest build env format clean distclean archs fuzz \
     check-format check-lint check-types check-layers check-symbols check-cdef ctest ctest-address ctest-thread
 
 help: ## this list
@@ -127,11 +129,23 @@ ctest-address: build
 ctest-thread: build
 	$(call sanitized,thread)
 
+# Not part of `make test`: needs clang (Debian: clang, libclang-rt-*-dev). What it finds goes into tests/fuzz/corpus.
+fuzz: build ## libFuzzer on the expert index for FUZZ_SECONDS (600)
+	@echo "== fuzz: the expert index, $(FUZZ_SECONDS) s (build/fuzz/corpus, build/fuzz/crash-*)"
+	@mkdir -p build/fuzz/corpus
+	@cmake -S . -B build/fuzz -G Ninja -DCMAKE_C_COMPILER=$(CLANG) -DCMAKE_CXX_COMPILER=$(CLANG:clang%=clang++%) \
+	    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DMOESTREAM_SANITIZE=address -DMOESTREAM_FUZZ=ON -DMOESTREAM_BUILD_TESTS=ON \
+	    -DPython_EXECUTABLE=$(PY) -DMOESTREAM_PREBUILT_LLAMA=$(CURDIR)/$(BUILD)/_lib/libllama.so > build/fuzz/configure.log \
+	    2>&1 || { cat build/fuzz/configure.log; exit 1; }
+	@cmake --build build/fuzz --target expert_index_fuzzer
+	@cd build/fuzz && MOESTREAM_LIBLLAMA=$(CURDIR)/build/fuzz/_lib/libllama.so tests/expert_index_fuzzer corpus \
+	    $(CURDIR)/tests/fuzz/corpus -max_total_time=$(FUZZ_SECONDS) -max_len=65536 -print_final_stats=1
+
 archs: build ## upstream's test-llama-archs in build/dev/tools, which writes a small model of each architecture
 	@cmake --build $(BUILD) --target ms_archs
 
 clean: ## remove what was built; keep llama.cpp's source and .venv
-	rm -rf build/dev build/address build/thread
+	rm -rf build/dev build/address build/thread build/fuzz
 
 distclean: clean ## remove .venv and the fetched llama.cpp as well
 	rm -rf build .venv

@@ -21,6 +21,12 @@ elseif(MOESTREAM_SANITIZE STREQUAL "thread")
 elseif(MOESTREAM_SANITIZE)
     message(FATAL_ERROR "MOESTREAM_SANITIZE=${MOESTREAM_SANITIZE}: only address and thread are known.")
 endif()
+if(MOESTREAM_FUZZ)
+    if(NOT CMAKE_C_COMPILER_ID MATCHES "Clang" OR NOT MOESTREAM_SANITIZE STREQUAL "address")
+        message(FATAL_ERROR "MOESTREAM_FUZZ needs clang and MOESTREAM_SANITIZE=address (see tests/fuzz/README.md).")
+    endif()
+    list(APPEND MS_OWN_SANITIZE -fsanitize=fuzzer-no-link) # what libFuzzer steers by
+endif()
 
 set(MS_WARNINGS -Wall -Wextra -Wshadow -Wpointer-arith -Wundef -Wvla -Wformat=2
     $<$<COMPILE_LANGUAGE:C>:-Wstrict-prototypes>

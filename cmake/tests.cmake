@@ -62,6 +62,18 @@ foreach(MS_FILE ${MS_TEST_FILES})
     set_tests_properties(${MS_NAME} PROPERTIES TIMEOUT 600 SKIP_RETURN_CODE 77 ENVIRONMENT "${MS_TEST_ENVIRONMENT}")
 endforeach()
 
+# The libFuzzer harness: built by clang alone, run by hand (make fuzz).
+if(MOESTREAM_FUZZ)
+    add_executable(expert_index_fuzzer EXCLUDE_FROM_ALL "${PROJECT_SOURCE_DIR}/tests/fuzz/expert_index_fuzzer.c")
+    ms_own_code(expert_index_fuzzer)
+    target_include_directories(expert_index_fuzzer PRIVATE ${MS_TEST_INCLUDES})
+    target_include_directories(expert_index_fuzzer SYSTEM PRIVATE ${MS_LLAMA_INCLUDES})
+    target_link_libraries(expert_index_fuzzer PRIVATE ${MS_TEST_LIBRARIES} -fsanitize=fuzzer)
+    set_target_properties(expert_index_fuzzer PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/tests"
+        LINKER_LANGUAGE CXX)
+    add_dependencies(expert_index_fuzzer ms_prebuilt_llama ${MS_LLAMA_TARGETS})
+endif()
+
 # Deliberate defects: the rooms under the stream are built once more with each, and the named test has to fail.
 if(NOT MOESTREAM_SANITIZE AND NOT MOESTREAM_MUTATE)
     file(GLOB MS_MUTANT_SOURCES CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/stream/*.c"

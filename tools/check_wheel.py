@@ -47,8 +47,17 @@ path = pathlib.Path(sys.argv[1]) / "small.gguf"
 synthetic.write_model(path, synthetic.Spec(expert_type="Q4_K"))
 command = [sys.executable, "-m", "moestream", "verify", str(path), "--tokens", "8", "--json"]
 done = subprocess.run(command, capture_output=True, text=True, check=True)
-out = {"verify": json.loads(done.stdout), "features": moestream.features(), "python": sys.version.split()[0]}
+out = {"verify": json.loads(done.stdout), "python": sys.version.split()[0]}
+out["features"] = moestream.features()
+out["cpu"] = [pathlib.Path(item["path"]).name for item in moestream.libraries() if "libggml-cpu" in item["path"]]
 print(json.dumps(out))
+"""
+
+# What ggml asks each CPU backend of a portable build: 0 where this machine cannot run it, the higher the better.
+SCORES = """
+import ctypes, json, pathlib, sys
+backends = pathlib.Path(sys.argv[1]).glob("libggml-cpu-*.so")
+print(json.dumps({path.name: ctypes.CDLL(str(path)).ggml_backend_score() for path in backends}))
 """
 
 
@@ -56,9 +65,10 @@ class Failed(Exception):
     """A check that did not hold; the message says which and with what."""
 
 
-def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
+def run(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
     """Output of a command; Failed, with what it said, if it does not succeed."""
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=env, check=False)
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=cwd, check=False)
     if done.returncode != 0:
         raise Failed(f"{' '.join(str(word) for word in command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done.stdout
@@ -137,13 +147,20 @@ def check_fresh(wheel: Path, python: str, work: Path, demo: bool) -> None:
         if shutil.which(tool, path=env["PATH"]):
             raise Failed(f"{tool} is in reach of the fresh environment")
     run(fresh / "bin" / "python", "-m", "pip", "install", "--quiet", "--only-binary", ":all:", wheel, env=env)
-    said = json.loads(run(fresh / "bin" / "python", "-c", TRY, work, env=env).splitlines()[-1])
+    said = json.loads(run(fresh / "bin" / "python", "-c", TRY, work, env=env, cwd=Path("/")).splitlines()[-1])
     if not said["verify"]["identical"]:
         raise Failed(f"streamed and resident differ: {said['verify']}")
     print(f"wheel: Python {said['python']}, no compiler: identical for {said['verify']['tokens']} tokens, "
           f"{said['features']['libllama'].rsplit('/', 3)[1:]}")  # fmt: skip
+    libraries = Path(said["features"]["libllama"]).parent
+    scores = json.loads(run(fresh / "bin" / "python", "-c", SCORES, libraries, env=env).splitlines()[-1])
+    if scores:
+        best = max(scores, key=lambda name: int(scores[name]))
+        if said["cpu"] != [best]:
+            raise Failed(f"{said['cpu']} was loaded, of {scores}")
+        print(f"wheel: {best} was chosen of {len(scores)}, {sum(map(bool, scores.values()))} of which run here")
     if demo:
-        print(run(fresh / "bin" / "moestream", "demo", env=env)[-3000:])
+        print(run(fresh / "bin" / "moestream", "demo", env=env, cwd=Path("/"))[-3000:])
 
 
 def main() -> int:

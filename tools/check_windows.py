@@ -31,6 +31,7 @@ def config(folder: Path) -> None:
         words = line.split()
         if line.strip() == "@MS_PROBES@":
             names = "MP_LOAD_MODE MP_LAZY_MODE MP_USE_EXTRA_BUFTS MP_NO_ALLOC MP_NO_HOST CP_OP_OFFLOAD GGML_VERSION"
+            names += " LLAMA_MAX_OVERRIDES"
             absent = "MP_USE_MMAP MP_USE_MLOCK MP_USE_DIRECT_IO"
             out += [f"#define MS_HAVE_{name} 1" for name in names.split()]
             out += [f"#define MS_HAVE_{name} 0" for name in absent.split()]
@@ -64,7 +65,7 @@ def main() -> int:
     parser.add_argument("--stubs-needed", action="store_true")
     options = parser.parse_args()
     if any(shutil.which(compiler) is None for compiler in COMPILERS.values()):
-        print("needs mingw-w64: apt-get install g++-mingw-w64-x86-64", file=sys.stderr)
+        print("needs mingw-w64: apt-get install g++-mingw-w64-x86-64-win32", file=sys.stderr)
         return 77
     sources = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in COMPILERS)
     sources = [path for path in sources if str(path.relative_to(ROOT)) not in LINUX_ONLY]

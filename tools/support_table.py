@@ -25,6 +25,7 @@ END = "<!-- identity:end -->"
 TITLE = "# What is supported\n\n"
 KINDS = {
     "architecture": "Architectures (upstream's own test models, all that have a Mixture-of-Experts form)",
+    "wide architecture": "The same architectures, made to choose 2 of 8 experts, in Q8_0",
     "type": "Weight types of experts",
     "shape": "Shapes of models and files",
     "use": "Uses",
@@ -44,8 +45,11 @@ def known_names() -> dict[str, list[str]]:
     """The architectures and types that the tests run, read from their sources."""
     archs = (REPO / "tests" / "python" / "test_identity_archs.py").read_text(encoding="utf-8")
     types = (REPO / "python" / "moestream" / "_block_types.py").read_text(encoding="utf-8")
+    names = archs.partition('_NAMES = """')[2].partition('"""')[0].split()
+    without = re.findall(r'"([\w-]+)"', archs.partition("WITHOUT_EXPERTS")[2].partition(")")[0])
     return {
-        "architecture": archs.partition('_NAMES = """')[2].partition('"""')[0].split(),
+        "architecture": names,
+        "wide architecture": [name for name in names if name not in without],
         "type": re.findall(r'BlockType\("(\w+)"', types),
     }
 

@@ -65,6 +65,7 @@ moestream_status ms_slot_cache_open(ms_slot_cache * cache, int n_groups, const i
     fresh.n_groups = n_groups;
     fresh.n_classes = n_classes;
     fresh.policy = policy;
+    fresh.tick = 1; /* 0 marks slots that nothing has used */
     fresh.half_life = (float) DEFAULT_TOKENS * DEFAULT_EXPERTS_USED * (float) (n_groups > 0 ? n_groups : 1);
     int64_t total_slots = 0;
     int64_t total_experts = 0;

@@ -363,7 +363,7 @@ moestream_status moestream_get_stats(const moestream * ms, moestream_stats * sta
     }
     pthread_mutex_unlock(&unlocked->totals_lock);
     s.n_fallback_tensors = atomic_load(&ms->n_fallback_tensors);
-    s.load_expert_bytes = atomic_load(&ms->load_expert_bytes);
+    s.load_expert_bytes += atomic_load(&ms->load_expert_bytes);
     s.load_dense_bytes = atomic_load(&ms->load_dense_bytes);
     s.prefetch = ms->prefetch && (ms->n_routers > 0 || ms->replay != NULL);
     return copy_out(stats, &s, sizeof(s));
@@ -426,6 +426,18 @@ moestream_status moestream_context_get_stats(const moestream_context * ctx, moes
 
 const char * moestream_describe(const moestream * ms) {
     return ms != NULL ? ms->describe : "";
+}
+
+size_t moestream_choices(const moestream * ms, char * buf, size_t n) {
+    char text[800] = "";
+    if (ms != NULL && ms->stream != NULL) {
+        size_t length = ms_stream_choices(ms->stream, text, sizeof(text));
+        snprintf(text + length, sizeof(text) - length, "prefetch=%s: %s\n", ms->prefetch ? "on" : "off",
+                 ms->prefetch_asked ? "asked for"
+                 : ms->prefetch     ? "auto: it pauses by itself while most guesses are wrong"
+                                    : "auto: there is nothing to predict with");
+    }
+    return (size_t) snprintf(n > 0 ? buf : NULL, n, "%s", text);
 }
 
 moestream_status moestream_resize(moestream * ms, uint64_t cache_bytes, moestream_error * err) {

@@ -14,6 +14,10 @@
 #include "llama.h"
 #include "ms_config.h"
 
+#if !MS_HAVE_LLAMA_MAX_OVERRIDES
+size_t llama_max_tensor_buft_overrides(void); /* never called by name; older headers do not declare it */
+#endif
+
 /* Every function used, required (R) or optional (O: its absence takes a feature away, see ms_features). */
 /* clang-format off */
 #define MS_API_FUNCTIONS(R, O) \

@@ -17,8 +17,7 @@
 
 enum {
     MS_CHUNK_ROWS = 64,        /* output rows per chunk, a multiple of every tile height in ggml */
-    MS_STOPPED_NS = 50 * 1000 * 1000,
-    MS_DOT_TOKENS = 8          /* up to here all activations are quantised once, in common */
+    MS_DOT_TOKENS = 8          /* up to here one row of an expert is computed by vec_dot, without a small graph */
 };
 
 /* What one thread needs for small graphs; made at its first use, grown when an operation is larger. */
@@ -53,8 +52,14 @@ static enum ggml_type dot_type(const ms_api * api, const struct ggml_tensor * we
     return api->ggml_get_type_traits_cpu(weights->type)->vec_dot_type;
 }
 
-static bool quantize_in_common(const struct ggml_tensor * node) {
+static bool few_tokens(const struct ggml_tensor * node) {
     return node->src[2]->ne[1] <= MS_DOT_TOKENS;
+}
+
+/* Activations are quantised once for all experts, as the stock kernel does. F32 rows of many tokens are taken from where
+ * they are. */
+static bool quantize_in_common(const ms_api * api, const struct ggml_tensor * node) {
+    return few_tokens(node) || dot_type(api, node->src[0]) != GGML_TYPE_F32;
 }
 
 bool ms_matmul_reserve(moestream_context * ctx, const struct ggml_tensor * node) {
@@ -68,9 +73,10 @@ bool ms_matmul_reserve(moestream_context * ctx, const struct ggml_tensor * node)
         ctx->rows = grown;
         ctx->n_rows_room = rows;
     }
-    size_t bytes = quantize_in_common(node) ? ctx->api->ggml_row_size(dot_type(ctx->api, node->src[0]), x->ne[0]) *
-                                                  (size_t) (x->ne[1] * x->ne[2])
-                                            : 0;
+    size_t bytes =
+        quantize_in_common(ctx->api, node)
+            ? ctx->api->ggml_row_size(dot_type(ctx->api, node->src[0]), x->ne[0]) * (size_t) (x->ne[1] * x->ne[2])
+            : 0;
     if (bytes > ctx->quantized_room) {
         uint8_t * grown = aligned_alloc(64, ms_align_up(bytes, 64));
         if (grown == NULL) {
@@ -331,7 +337,10 @@ static bool compute_rows(moestream_context * ctx, ms_scratch * s, const ms_entry
     const ms_api * api = ctx->api;
     const struct ggml_tensor *dst = ctx->op.dst, *w = dst->src[0], *x = dst->src[1];
     int64_t n = entry->n_rows, n_in = w->ne[0], n_out = r1 - r0;
-    size_t x_bytes = ms_align_up((size_t) (n_in * n) * sizeof(float), 64),
+    bool quantized = quantize_in_common(api, dst);
+    enum ggml_type type = quantized ? dot_type(api, w) : GGML_TYPE_F32;
+    size_t x_row = api->ggml_row_size(type, n_in);
+    size_t x_bytes = ms_align_up(x_row * (size_t) n, 64),
            d_bytes = ms_align_up((size_t) (n_out * n) * sizeof(float), 64);
     size_t id_bytes = ms_align_up((size_t) n * sizeof(int32_t), 64);
     if (!scratch_ready(api, s, x_bytes + d_bytes + id_bytes)) {
@@ -339,7 +348,7 @@ static bool compute_rows(moestream_context * ctx, ms_scratch * s, const ms_entry
     }
     api->ggml_reset(s->context);
     struct ggml_tensor * sw = api->ggml_new_tensor_3d(s->context, w->type, n_in, n_out, 1);
-    struct ggml_tensor * sx = api->ggml_new_tensor_3d(s->context, GGML_TYPE_F32, n_in, 1, n);
+    struct ggml_tensor * sx = api->ggml_new_tensor_3d(s->context, type, n_in, 1, n);
     struct ggml_tensor * si = api->ggml_new_tensor_2d(s->context, GGML_TYPE_I32, 1, n);
     struct ggml_tensor * sd = api->ggml_mul_mat_id(s->context, sw, sx, si);
     struct ggml_cgraph * graph = api->ggml_new_graph_custom(s->context, 8, false);
@@ -349,7 +358,8 @@ static bool compute_rows(moestream_context * ctx, ms_scratch * s, const ms_entry
     if (!scratch_ready(api, s, x_bytes + d_bytes + id_bytes + plan.work_size)) {
         return false;
     }
-    float *xs = (float *) s->bytes, *ds = (float *) (s->bytes + x_bytes);
+    uint8_t * xs = s->bytes;
+    float * ds = (float *) (s->bytes + x_bytes);
     sw->data = (void *) (uintptr_t) (weights + (size_t) r0 * w->nb[1]);
     sx->data = xs;
     sd->data = ds;
@@ -357,9 +367,10 @@ static bool compute_rows(moestream_context * ctx, ms_scratch * s, const ms_entry
     plan.work_data = s->bytes + x_bytes + d_bytes + id_bytes;
     for (int64_t i = 0; i < n; i++) {
         ms_row row = ctx->rows[entry->first_row + i];
-        memcpy(xs + i * n_in,
-               (const char *) x->data + (size_t) row.t * x->nb[2] + (size_t) (row.k % x->ne[1]) * x->nb[1],
-               (size_t) n_in * sizeof(float));
+        const uint8_t * from =
+            quantized ? ctx->quantized + x_row * (size_t) (row.t * x->ne[1] + row.k % x->ne[1])
+                      : (const uint8_t *) x->data + (size_t) row.t * x->nb[2] + (size_t) (row.k % x->ne[1]) * x->nb[1];
+        memcpy(xs + x_row * (size_t) i, from, x_row);
     }
     if (api->ggml_graph_compute(graph, &plan) != GGML_STATUS_SUCCESS) {
         return false;
@@ -408,7 +419,7 @@ static void compute_chunk(moestream_context * ctx, int ith, int i, int chunk) {
     bool ok = slice_usable(ctx, entry, chunk);
     if (ok) {
         const uint8_t * weights = ms_stream_payload(ctx->ms->stream, entry->slot, op->slice);
-        if (entry->n_rows == 1 && quantize_in_common(op->dst)) {
+        if (entry->n_rows == 1 && few_tokens(op->dst)) {
             compute_one_row(ctx, entry, weights, r0, r1);
         } else if (!compute_rows(ctx, &ctx->scratch[ith], entry, weights, r0, r1)) {
             moestream_error e = {.struct_size = sizeof(e)};
@@ -504,62 +515,7 @@ static bool take_more(moestream_context * ctx) {
     return more;
 }
 
-/* ---- waiting ---- */
-
-/* While reads are awaited the user's abort callback is asked too, by one thread at a time; ggml itself asks only between
- * nodes. */
-static void check_stop(moestream_context * ctx) {
-    if (!atomic_flag_test_and_set_explicit(&ctx->op.asking, memory_order_acquire)) {
-        ms_abort_callback(ctx); /* marks the call as failed when it is to stop */
-        atomic_flag_clear_explicit(&ctx->op.asking, memory_order_release);
-    }
-}
-
-/* Waits are a few milliseconds long. When none has ended for far longer the process was stopped, starved or computing:
- * that does not count for the deadline. Returns the sum of such times in this operation. */
-static uint64_t time_stopped(ms_op * op, uint64_t now) {
-    uint64_t last = atomic_exchange_explicit(&op->looked_ns, now, memory_order_relaxed);
-    uint64_t more = now > last + MS_STOPPED_NS ? now - last : 0;
-    return atomic_fetch_add_explicit(&op->stopped_ns, more, memory_order_relaxed) + more;
-}
-
-static void wait_for(moestream_context * ctx, int i) {
-    ms_op * op = &ctx->op;
-    const ms_entry * entry = &ctx->entry[i];
-    uint64_t begin = ms_now_ns();
-    ms_stream_wait(ctx->ms->stream, entry->slot, op->slice);
-    uint64_t now = ms_now_ns();
-    atomic_fetch_add_explicit(&ctx->stall_ns, now - begin, memory_order_relaxed);
-    check_stop(ctx);
-    uint64_t limit = ctx->ms->deadline_ns + time_stopped(op, now);
-    if (now - op->started_ns > limit && !atomic_load(&ctx->failed)) {
-        /* an operation over many experts may take longer than that; one read may not */
-        uint64_t age = ms_stream_read_age(ctx->ms->stream, entry->slot, op->slice);
-        if (age > limit) {
-            moestream_error e = {.struct_size = sizeof(e)};
-            ms_stream_deadline_error(ctx->ms->stream, entry->slot, op->slice, age, &e);
-            ms_context_fail(ctx, &e);
-        }
-    }
-}
-
-/* Other contexts hold every slot: they give them back without needing anything of ours. */
-static void wait_for_slots(moestream_context * ctx) {
-    uint64_t begin = ms_now_ns();
-    ms_stream_wait_free(ctx->ms->stream);
-    uint64_t now = ms_now_ns();
-    atomic_fetch_add_explicit(&ctx->stall_ns, now - begin, memory_order_relaxed);
-    check_stop(ctx);
-    uint64_t since = atomic_load_explicit(&ctx->op.slots_since_ns, memory_order_relaxed);
-    if (now - since > ctx->ms->deadline_ns + time_stopped(&ctx->op, now) && !atomic_load(&ctx->failed)) {
-        moestream_error e = {.struct_size = sizeof(e)};
-        ms_fail(&e, MOESTREAM_ERR_IO, ETIMEDOUT,
-                "no slot of the cache became free in %.1f s (deadline_ms): reads into all of them, for this "
-                "or another context, do not end",
-                (double) (now - since) * 1e-9);
-        ms_context_fail(ctx, &e);
-    }
-}
+/* ---- the work of one thread ---- */
 
 /* Once an operation, by the first thread that finds nothing to compute. */
 static bool may_predict(moestream_context * ctx) {
@@ -582,14 +538,14 @@ static void work(moestream_context * ctx, int ith) {
         } else if (may_predict(ctx)) {
             ms_predict(ctx); /* before the first wait or, with nothing to wait for, before leaving */
         } else if (pending >= 0) {
-            wait_for(ctx, pending);
+            ms_wait_for(ctx, pending);
         } else if (atomic_load_explicit(&op->n_acquired, memory_order_acquire) == op->n_entries) {
             return; /* all handed out; ggml's barrier waits for those who still compute */
         } else if (!take_more(ctx)) {
             if (atomic_load(&op->n_done) < atomic_load(&op->n_acquired)) {
                 ms_relax(idle++); /* a slot of ours comes back when another thread ends its chunk */
             } else {
-                wait_for_slots(ctx);
+                ms_wait_for_slots(ctx);
             }
         }
     }
@@ -601,9 +557,12 @@ void ms_expert_matmul(struct ggml_tensor * dst, int ith, int nth, void * userdat
     if (ith == 0) {
         start(ctx, dst, (int) (node - ctx->node), nth);
     }
-    if (quantize_in_common(dst) && (ith > 0 || nth == 1) && !atomic_load_explicit(&ctx->failed, memory_order_relaxed)) {
-        /* thread 0 is busy getting the reads on their way */
-        quantize_rows(ctx, dst, nth == 1 ? 0 : ith - 1, nth == 1 ? 1 : nth - 1);
+    if (quantize_in_common(ctx->api, dst) && !atomic_load_explicit(&ctx->failed, memory_order_relaxed)) {
+        /* of few rows thread 0 does none: it has been busy getting the reads on their way */
+        int first = few_tokens(dst) && nth > 1 ? 1 : 0;
+        if (ith >= first) {
+            quantize_rows(ctx, dst, ith - first, nth - first);
+        }
     }
     barrier(ctx, nth);
     if (ctx->op.n_entries > 0) {

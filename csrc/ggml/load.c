@@ -84,6 +84,7 @@ static moestream_status open_stream(moestream * ms, const moestream_params * p, 
         .io = p->io,
         .direct = p->direct,
         .queue_depth = p->queue_depth > 0 ? p->queue_depth : MS_DEFAULT_DEPTH,
+        .choose_depth = p->queue_depth == 0,
         .n_readers = p->n_readers > 0 ? p->n_readers : MS_DEFAULT_READERS,
         .verify = p->verify != 0,
         .deadline_ns = ms->deadline_ns,
@@ -128,6 +129,7 @@ static void destroy(moestream * ms) {
     ms_plan_close(ms->plan);
     free(ms->overrides);
     free(ms->replay);
+    free(ms->warm_path);
     free(ms->dense_data);
     free(ms->router);
     pthread_mutex_destroy(&ms->totals_lock);
@@ -164,11 +166,16 @@ moestream_status ms_store_open(moestream ** out, const char * path, const moestr
         if (st == MOESTREAM_OK) {
             st = copy_replay(ms, p, err);
         }
+        if (st == MOESTREAM_OK && p->warm_start != NULL && p->cache_none == 0) {
+            ms->warm_path = strdup(p->warm_start);
+            st = ms->warm_path != NULL ? st : ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for a path");
+        }
         if (st == MOESTREAM_OK) {
             ms->dense_data = ms_calloc((size_t) ms->plan->index.n_tensors + 1, sizeof(*ms->dense_data));
             st = ms->dense_data != NULL ? st
                                         : ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for a table of tensors");
         }
+        ms->prefetch_asked = p->prefetch != MOESTREAM_PREFETCH_AUTO;
         ms->prefetch = p->prefetch != MOESTREAM_PREFETCH_OFF && p->cache_none == 0 &&
                        (ms->replay == NULL || ms->replay_recall > 0);
     }
@@ -193,6 +200,7 @@ moestream_status ms_store_close(moestream * ms, moestream_error * err) {
             "the store is still in use by %d context(s) and %d buffer(s) of a loaded model; free those first", contexts,
             buffers);
     }
+    ms_warm_list_write(ms);
     destroy(ms);
     return MOESTREAM_OK;
 }
@@ -257,7 +265,11 @@ moestream_status ms_load_end(moestream * ms, const struct llama_model * model, m
     }
     moestream_status st = check_files(ms, err);
     st = st == MOESTREAM_OK ? check_arrived(ms, err) : st;
-    return st == MOESTREAM_OK && ms->stream != NULL ? ms_predict_init(ms, err) : st;
+    st = st == MOESTREAM_OK && ms->stream != NULL ? ms_predict_init(ms, err) : st;
+    if (st == MOESTREAM_OK) {
+        ms_warm_list_read(ms); /* after the dense weights, which are needed first */
+    }
+    return st;
 }
 
 typedef struct progress_chain {

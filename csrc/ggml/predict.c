@@ -113,20 +113,24 @@ static int ask_router(moestream_context * ctx, const ms_router * r, int group, c
     return n;
 }
 
+static int32_t recorded(const moestream * ms, size_t token, int group, int k) {
+    const ms_index * index = &ms->plan->index;
+    size_t layer = (size_t) index->group[group].layer;
+    return ms
+        ->replay[(token % ms->n_replay * (size_t) index->n_layer + layer) * (size_t) index->n_expert_used + (size_t) k];
+}
+
+/* A wrong guess is an expert that another token chose in this layer: a router that errs names likely experts, too. */
 static int ask_recording(moestream_context * ctx, int group, int64_t n_tokens) {
     const moestream * ms = ctx->ms;
-    const ms_index * index = &ms->plan->index;
-    int n = 0;
+    int n_used = ms->plan->index.n_expert_used, n = 0;
     for (int64_t t = 0; t < n_tokens; t++) {
-        for (int k = 0; k < index->n_expert_used && n < ctx->n_guess_room; k++) {
-            size_t token = (ctx->replay_token + (size_t) t) % ms->n_replay;
-            size_t layer = (size_t) index->group[group].layer;
-            int32_t right =
-                ms->replay[(token * (size_t) index->n_layer + layer) * (size_t) index->n_expert_used + (size_t) k];
+        for (int k = 0; k < n_used && n < ctx->n_guess_room; k++) {
             ctx->guess_random = ctx->guess_random * 6364136223846793005u + 1442695040888963407u;
             bool hit = (double) (ctx->guess_random >> 40) < ms->replay_recall * (double) (1 << 24);
+            size_t token = hit ? ctx->replay_token + (size_t) t : (size_t) (ctx->guess_random >> 16) % ms->n_replay;
             ctx->guess[n++] =
-                hit ? right : (int32_t) ((ctx->guess_random >> 20) % (uint64_t) index->group[group].n_expert);
+                recorded(ms, token, group, hit ? k : (int) ((ctx->guess_random >> 8) % (uint64_t) n_used));
         }
     }
     return n;

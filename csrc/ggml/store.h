@@ -28,7 +28,7 @@ struct moestream {
     atomic_int n_contexts;
     uint64_t deadline_ns;
     bool verify;
-    bool prefetch;
+    bool prefetch, prefetch_asked;
 
     /* while a load is in progress; one thread */
     bool loading;
@@ -40,6 +40,7 @@ struct moestream {
     pthread_mutex_t totals_lock; /* guards totals */
     moestream_stats totals;      /* counters that contexts keep, of those that are gone */
     struct moestream_context * contexts; /* those that live; list under totals_lock */
+    char * warm_path;      /* file of the warm start list, NULL without */
     int32_t * replay;      /* [n_replay][n_layer][n_used] or NULL */
     size_t n_replay;
     double replay_recall;  /* of the emulated prediction */
@@ -176,6 +177,10 @@ void ms_scratch_free(moestream_context * ctx);
 /* Room for one operation's activations and rows; called by the hook, before the graph runs. */
 bool ms_matmul_reserve(moestream_context * ctx, const struct ggml_tensor * node);
 
+/* expert_wait.c: for the slice of entry i; for a slot that another context holds */
+void ms_wait_for(moestream_context * ctx, int i);
+void ms_wait_for_slots(moestream_context * ctx);
+
 /* predict.c */
 moestream_status ms_predict_init(moestream * ms, moestream_error * err);
 /* Reads ahead for the layer behind the operation that is running. */
@@ -199,6 +204,9 @@ moestream_status ms_load_begin(moestream * ms, moestream_error * err);
 moestream_status ms_load_end(moestream * ms, const struct llama_model * model, moestream_error * err);
 moestream_status ms_load_model(moestream * ms, struct llama_model ** out, const struct llama_model_params * params,
                                moestream_error * err);
+/* warm_list.c: begins the warm start that the file asks for; writes the file anew. Failures are logged. */
+void ms_warm_list_read(moestream * ms);
+void ms_warm_list_write(moestream * ms);
 /* load_file.c */
 moestream_status ms_load_file(moestream * ms, void ** out_file, moestream_error * err);
 

@@ -154,7 +154,7 @@ typedef struct moestream_params {
     int32_t cache_none; /* 1: nothing is kept between operations, cache_bytes is ignored */
     int32_t io; /* MOESTREAM_IO_* */
     int32_t direct; /* MOESTREAM_DIRECT_* */
-    int32_t queue_depth; /* reads in flight, 1 to 1024; 0 = 128 */
+    int32_t queue_depth; /* reads in flight, 1 to 1024; 0 = 128, or less where a short measurement at open says so */
     int32_t n_readers; /* threads of the pread engine, 1 to 64; 0 = 4 */
     int32_t prefetch; /* MOESTREAM_PREFETCH_* */
     int32_t verify; /* 1: keep a checksum of each slice and compare it on every use */
@@ -168,6 +168,9 @@ typedef struct moestream_params {
     size_t n_replay_tokens;
     double
         replay_recall; /* share of the recorded experts that reading ahead is told before; 0 = it is off under replay */
+    /* A file that remembers which experts were in the cache, NULL for none: read behind the load, the experts it lists
+     * fill the cache while the disk is idle; written anew by moestream_close. */
+    const char * warm_start;
 } moestream_params;
 
 /* ---- plan: where each tensor goes, from the GGUF header alone -------------------------------------------------- */
@@ -210,7 +213,7 @@ typedef struct moestream_plan_rule {
     size_t struct_size;
     const char * pattern;
     const char * place;
-    const char * origin; /* "rules", "n_cpu_moe", "cpu_moe", "stream", "dense" */
+    const char * origin; /* "rules", "n_cpu_moe", "cpu_moe_layers", "cpu_moe", "stream", "dense" */
     int32_t n_matched; /* tensors this rule won */
     uint64_t bytes;
 } moestream_plan_rule;
@@ -344,6 +347,10 @@ void moestream_context_begin_call(moestream_context * ctx);
 
 /* One line that says what is on: layers, bytes, engine, direct or not, and why. Owner: `ms`. */
 const char * moestream_describe(const moestream * ms);
+
+/* What was chosen for this store and why, a line each: "queue_depth=48: measured at open: ...". Writes at most n bytes with
+ * the ending zero, returns the length it would take. */
+size_t moestream_choices(const moestream * ms, char * buf, size_t n);
 
 /* Changes the cache size between calls; shrinking gives memory back at once.
  * Errors: NOMEM (below the minimum, or refused), BUSY (a call is running). */

@@ -57,7 +57,8 @@ static ms_read * prepare_locked(ms_stream * s, ms_want want, bool ahead) {
 
 /* Demand first; reads ahead only while the disk has no demand to serve. */
 int ms_stream_take_batch_locked(ms_stream * s, ms_read ** batch, int max) {
-    int n = 0;
+    int n = 0, room = s->depth_limit - s->n_demand_in_flight - s->n_ahead_in_flight;
+    max = room < max ? room : max;
     while (n < max && s->n_free_read > 0 && s->demand.count > 0) {
         batch[n++] = prepare_locked(s, ms_queue_pop(&s->demand), false);
     }

@@ -52,6 +52,24 @@ typedef struct ms_failure {
     uint64_t since_ns; /* when that read was handed over */
 } ms_failure;
 
+/* The thread that gives a slab its pages (prefault.c). */
+typedef struct ms_prefault {
+    pthread_t thread;
+    bool running;
+    uint8_t * base;
+    uint64_t bytes;
+    atomic_bool stop;
+} ms_prefault;
+
+/* The thread that reads a list of experts in idle time (warm.c). */
+typedef struct ms_warm {
+    pthread_t thread;
+    bool running;
+    atomic_bool stop;
+    ms_hot * list;
+    int n;
+} ms_warm;
+
 struct ms_stream {
     const ms_index * index;
     ms_stream_options options;
@@ -61,7 +79,10 @@ struct ms_stream {
     ms_file * file;       /* [n_files] */
     int n_files;
     ms_reader * reader;
-    int depth;
+    int depth;       /* reads there are */
+    int depth_limit; /* slices that may be in flight: what tune.c chose */
+    char why_depth[160];
+    uint64_t tuned_bytes; /* read to choose it */
     char describe[512];
 
     pthread_mutex_t lock; /* guards everything below */
@@ -86,6 +107,10 @@ struct ms_stream {
     size_t * checksum_at; /* [n_banks] */
     moestream_stats stats;
     ms_pace pace;
+
+    pthread_mutex_t resize_lock; /* one resize at a time; guards prefault and warm */
+    ms_prefault prefault;
+    ms_warm warm;
 };
 
 /* Where each slice of group g lies in its slot. */
@@ -102,6 +127,16 @@ typedef struct ms_cache_parts {
 moestream_status ms_stream_make_cache(const ms_stream * stream, uint64_t budget, ms_cache_parts * out,
                                       moestream_error * err);
 void ms_stream_drop_cache(ms_cache_parts * parts);
+
+/* tune.c: chooses depth_limit. */
+void ms_tune(ms_stream * stream);
+/* range.c: bytes per second of random slices with `depth` reads in flight, for about `ns` and at most `bytes`, into slots
+ * that nothing uses yet. false if a read failed. */
+bool ms_stream_rate(ms_stream * stream, int depth, uint64_t ns, uint64_t bytes, double * bytes_per_s);
+
+/* prefault.c: a slab has to be kept until the thread is stopped. */
+void ms_prefault_start(ms_prefault * prefault, const ms_slab * slab);
+void ms_prefault_stop(ms_prefault * prefault);
 
 /* A demand read of `bytes` was handed over, or ended after `age_ns`. `done` returns true once, when a warning is due:
  * then call ms_pace_warn without the lock. */

@@ -119,8 +119,8 @@ static void describe(ms_stream * s) {
         " experts of %d layers, %.1f MiB, through a cache of %.1f MiB (%d slots, %d slot size(s)%s); %s, depth %d, "
         "%d of %d files read directly%s",
         experts, s->index->n_groups, (double) bytes / (1 << 20), (double) s->slab.bytes / (1 << 20),
-        s->slab.total_slots, s->slab.n_classes, s->slab.huge ? ", huge pages" : "", s->reader->ops->name, s->depth,
-        direct, s->n_files, s->options.cache_none ? ", nothing kept between operations" : "");
+        s->slab.total_slots, s->slab.n_classes, s->slab.huge ? ", huge pages" : "", s->reader->ops->name,
+        s->depth_limit, direct, s->n_files, s->options.cache_none ? ", nothing kept between operations" : "");
 }
 
 /* ---- open ---- */
@@ -194,7 +194,9 @@ moestream_status ms_stream_open(ms_stream ** out, const ms_index * index, const 
     s->index = index;
     s->options = *options;
     s->depth = options->queue_depth;
+    s->depth_limit = s->depth;
     pthread_mutex_init(&s->lock, NULL);
+    pthread_mutex_init(&s->resize_lock, NULL);
     pthread_condattr_t attr;
     pthread_condattr_init(&attr);
     pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
@@ -220,7 +222,9 @@ moestream_status ms_stream_open(ms_stream ** out, const ms_index * index, const 
         ms_stream_close(s);
         return st;
     }
+    ms_tune(s);
     describe(s);
+    ms_prefault_start(&s->prefault, &s->slab);
     if (!options->cache_none && s->slab.bytes < s->sizes.cycle_bytes) {
         ms_log(
             MS_LOG_WARN,
@@ -236,6 +240,8 @@ void ms_stream_close(ms_stream * s) {
     if (s == NULL) {
         return;
     }
+    ms_stream_warm_stop(s);
+    ms_prefault_stop(&s->prefault);
     if (s->reader != NULL) {
         pthread_mutex_lock(&s->lock); /* nobody looks at what has not been read yet: completions submit no more */
         s->demand.count = 0;
@@ -249,6 +255,7 @@ void ms_stream_close(ms_stream * s) {
         ms_file_close(&s->file[i]);
     }
     pthread_mutex_destroy(&s->lock);
+    pthread_mutex_destroy(&s->resize_lock);
     pthread_cond_destroy(&s->freed);
     free(s->file);
     free(s->group_class);
@@ -291,6 +298,8 @@ moestream_status ms_stream_resize(ms_stream * s, uint64_t cache_bytes, moestream
     if (st != MOESTREAM_OK) {
         return st;
     }
+    pthread_mutex_lock(&s->resize_lock);
+    ms_stream_warm_stop(s);
     pthread_mutex_lock(&s->lock);
     st = quiesce_locked(s, err);
     old = fresh;
@@ -301,6 +310,11 @@ moestream_status ms_stream_resize(ms_stream * s, uint64_t cache_bytes, moestream
         describe(s);
     }
     pthread_mutex_unlock(&s->lock);
+    if (st == MOESTREAM_OK) {
+        ms_prefault_stop(&s->prefault); /* it is still at the old slab */
+        ms_prefault_start(&s->prefault, &fresh.slab);
+    }
+    pthread_mutex_unlock(&s->resize_lock);
     ms_stream_drop_cache(&old); /* its memory goes back to the system here */
     return st;
 }

@@ -113,6 +113,41 @@ moestream_status ms_stream_check_files(const ms_stream * s, moestream_error * er
     return MOESTREAM_OK;
 }
 
+/* Submits the read of a random slice into `dst`, of at most `room` bytes; returns the bytes. Several reads may go into one
+ * place: nobody looks at it. */
+static uint64_t submit_random(ms_stream * s, ms_range * range, uint64_t * state, void * dst, uint64_t room) {
+    *state = *state * 6364136223846793005u + 1442695040888963407u;
+    const ms_group * group = &s->index->group[(*state >> 33) % (uint64_t) s->index->n_groups];
+    const ms_bank * bank = &s->index->bank[group->bank[(*state >> 11) % (uint64_t) group->n_slices]];
+    uint64_t offset = ms_bank_offset(bank, (int) ((*state >> 17) % (uint64_t) bank->n_expert));
+    uint64_t at = ms_align_down(offset, MS_PAGE), window = ms_align_up(offset + bank->slice_bytes, MS_PAGE) - at;
+    window = window < room ? window : room;
+    uint64_t need = window < offset + bank->slice_bytes - at ? window : offset + bank->slice_bytes - at;
+    submit_part(s, range, bank->file, at, window, need, dst);
+    return window;
+}
+
+bool ms_stream_rate(ms_stream * s, int depth, uint64_t ns, uint64_t bytes, double * bytes_per_s) {
+    uint64_t state = ms_now_ns() | 1, done = 0, begin = ms_now_ns(), room = s->slab.slot_bytes[0];
+    int n_slots = s->slab.n_slots[0], n = 0;
+    ms_range range = {0};
+    while (n_slots > 0 && done < bytes && ms_now_ns() - begin < ns && range.status == MOESTREAM_OK) {
+        pthread_mutex_lock(&s->lock);
+        int left = range.left;
+        pthread_mutex_unlock(&s->lock);
+        if (left >= depth) {
+            pump(s);
+            continue;
+        }
+        done += submit_random(s, &range, &state, ms_slab_slot(&s->slab, n++ % n_slots), room);
+    }
+    finish(s, &range);
+    double seconds = (double) (ms_now_ns() - begin) * 1e-9;
+    *bytes_per_s = (double) done / (seconds > 0 ? seconds : 1e-9);
+    s->tuned_bytes += done;
+    return range.status == MOESTREAM_OK && done > 0;
+}
+
 moestream_status ms_stream_measure_disk(ms_stream * s, uint64_t bytes, double * bytes_per_s, moestream_error * err) {
     uint64_t room = 0;
     for (int c = 0; c < s->sizes.n_classes; c++) {
@@ -128,19 +163,10 @@ moestream_status ms_stream_measure_disk(ms_stream * s, uint64_t bytes, double * 
                        room);
     }
     memset(buffer, 0, room * (size_t) lanes); /* first touches must not be measured */
-    uint64_t state = ms_now_ns() | 1, done = 0, begin = ms_now_ns();
+    uint64_t state = ms_now_ns() | 1, done = 0, n = 0, begin = ms_now_ns();
     ms_range range = {0};
     while (done < bytes && range.status == MOESTREAM_OK) {
-        /* one lane's worth at a time: a buffer may be overwritten by a later read, nobody looks at it */
-        state = state * 6364136223846793005u + 1442695040888963407u;
-        const ms_group * group = &s->index->group[(state >> 33) % (uint64_t) s->index->n_groups];
-        const ms_bank * bank = &s->index->bank[group->bank[(state >> 11) % (uint64_t) group->n_slices]];
-        uint64_t offset = ms_bank_offset(bank, (int) ((state >> 17) % (uint64_t) bank->n_expert));
-        uint64_t at = ms_align_down(offset, MS_PAGE), window = ms_align_up(offset + bank->slice_bytes, MS_PAGE) - at;
-        window = window < room ? window : room;
-        uint64_t need = window < offset + bank->slice_bytes - at ? window : offset + bank->slice_bytes - at;
-        submit_part(s, &range, bank->file, at, window, need, buffer + room * ((done / room) % (uint64_t) lanes));
-        done += window;
+        done += submit_random(s, &range, &state, buffer + room * (n++ % (uint64_t) lanes), room);
     }
     finish(s, &range);
     double seconds = (double) (ms_now_ns() - begin) * 1e-9;
@@ -165,7 +191,8 @@ void ms_stream_get_stats(ms_stream * s, moestream_stats * out) {
     pthread_mutex_unlock(&s->lock);
     st.n_retries = s->reader->ops->retries(s->reader);
     st.io = s->reader->ops->engine;
-    st.queue_depth = s->depth;
+    st.queue_depth = s->depth_limit;
+    st.load_expert_bytes = s->tuned_bytes;
     st.direct = 1;
     for (int i = 0; i < s->n_files; i++) {
         st.direct &= atomic_load(&s->file[i].direct);

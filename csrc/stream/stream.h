@@ -24,6 +24,7 @@ typedef struct ms_stream_options {
     int io;
     int direct;
     int queue_depth;
+    bool choose_depth; /* queue_depth is the most; a measurement may choose less */
     int n_readers;
     bool verify;
     uint64_t deadline_ns; /* 0: none */
@@ -113,6 +114,23 @@ moestream_status ms_stream_verify(ms_stream * stream, int slot, int slice, moest
  * evicted for it. Returns how many were accepted. */
 int ms_stream_prefetch(ms_stream * stream, int group, const int32_t * experts, int n, uint64_t spare_after,
                        moestream_stats * counts);
+
+/* An expert that was in the cache, and when it was last used (a tick). */
+typedef struct ms_hot {
+    int32_t group, expert;
+    uint64_t used_at;
+} ms_hot;
+/* Up to `max` experts of the cache, the most recently used first; returns how many. */
+int ms_stream_hot(ms_stream * stream, ms_hot * out, int max);
+/* Starts reading list[0..n), copied, the hottest first, into slots that nothing has used, while no demand is in flight;
+ * what is out of range or has no room is passed over. Not beside another of these, a resize or the close. */
+moestream_status ms_stream_warm(ms_stream * stream, const ms_hot * list, int n, moestream_error * err);
+/* Ends that early; resize and close do so. */
+void ms_stream_warm_stop(ms_stream * stream);
+
+/* What was chosen and why, a line each: "io=io_uring: auto: ...". Returns the length, like snprintf. */
+size_t ms_stream_choices(ms_stream * stream, char * buf, size_t n);
+
 /* Number of demand uses so far: a clock for spare_after. */
 uint64_t ms_stream_tick(ms_stream * stream);
 bool ms_stream_idle(ms_stream * stream); /* no demand read is in flight */

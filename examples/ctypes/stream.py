@@ -24,10 +24,6 @@ class Params(c.Structure):
     ]  # fmt: skip
 
 
-class PlanInfo(c.Structure):
-    _fields_ = [("struct_size", c.c_size_t), ("n", c.c_int32 * 10), ("bytes", c.c_uint64 * 6)]
-
-
 class Opaque(c.Structure):
     _fields_ = [("bytes", c.c_uint64 * 64)]
 
@@ -42,7 +38,7 @@ def function(library, name, result, *arguments):
 folder, path = sys.argv[1], sys.argv[2].encode()
 ms, llama = c.CDLL(f"{folder}/libmoestream.so"), c.CDLL(f"{folder}/libllama.so")
 error = Error(struct_size=c.sizeof(Error))
-P, Int = c.c_void_p, c.c_int32
+P, Int, store, model, hook = c.c_void_p, c.c_int32, c.c_void_p(), c.c_void_p(), c.c_void_p()
 
 
 def call(name, *arguments):
@@ -51,15 +47,9 @@ def call(name, *arguments):
         sys.exit(f"{name}: {error.message.decode()}")
 
 
-options = Params(struct_size=c.sizeof(Params), n_cpu_moe=1, cache_bytes=1, prefetch=1)
+# Zero is each option's default: streaming is on, and the cache is as large as memory allows.
+options = Params(struct_size=c.sizeof(Params), n_cpu_moe=1)
 call("moestream_log_capture", None, 3)  # llama.cpp's log: warnings, into a ring, not to stderr
-plan, info = P(), PlanInfo(struct_size=c.sizeof(PlanInfo))
-call("moestream_plan_open", c.byref(plan), path, c.byref(options))
-ms.moestream_plan_get_info(plan, c.byref(info))
-ms.moestream_plan_close(plan)
-options.cache_bytes = info.bytes[4]  # min_cache_bytes
-
-store, model, hook = P(), P(), P()
 model_params = function(llama, "llama_model_default_params", Opaque)()
 context_params = function(llama, "llama_context_default_params", Opaque)()
 call("moestream_open", c.byref(store), path, c.byref(options))
@@ -69,17 +59,15 @@ context = P(function(llama, "llama_init_from_model", P, P, Opaque)(model, contex
 llama.llama_set_n_threads(context, 1, 1)
 print(function(ms, "moestream_describe", c.c_char_p, P)(store).decode())
 
-get_one, decode = (
-    function(llama, "llama_batch_get_one", Opaque, P, Int),
-    function(llama, "llama_decode", Int, P, Opaque),
-)
+get_one = function(llama, "llama_batch_get_one", Opaque, P, Int)
+decode = function(llama, "llama_decode", Int, P, Opaque)
 get_logits = function(llama, "llama_get_logits_ith", c.POINTER(c.c_float), P, Int)
 n_vocab = llama.llama_vocab_n_tokens(P(function(llama, "llama_model_get_vocab", P, P)(model)))
 tokens, hash_ = (c.c_int32 * 8)(1, 2, 3, 4, 5, 6, 7, 8), 14695981039346656037
 for step in range(8):
-    if decode(context, get_one(tokens, 1 if step else 8)) != 0:
-        call("moestream_context_status", hook)
+    code = decode(context, get_one(tokens, 1 if step else 8))
     call("moestream_context_status", hook)
+    assert code == 0, f"llama_decode returned {code}"
     logits = get_logits(context, -1)
     tokens[0] = max(range(n_vocab), key=lambda i: (logits[i], -i))
     for byte in c.string_at(logits, 4 * n_vocab):  # FNV-1a

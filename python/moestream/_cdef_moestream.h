@@ -82,6 +82,7 @@ typedef struct moestream_params {
     size_t n_replay_tokens;
     double
         replay_recall;
+    const char * warm_start;
 } moestream_params;
 typedef struct moestream_plan moestream_plan;
 typedef struct moestream_plan_info {
@@ -190,6 +191,7 @@ moestream_status moestream_context_get_stats(const moestream_context * ctx, moes
                                              moestream_stats * total);
 void moestream_context_begin_call(moestream_context * ctx);
 const char * moestream_describe(const moestream * ms);
+size_t moestream_choices(const moestream * ms, char * buf, size_t n);
 moestream_status moestream_resize(moestream * ms, uint64_t cache_bytes, moestream_error * err);
 typedef struct moestream_tensor_place {
     size_t struct_size;

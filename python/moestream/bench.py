@@ -14,11 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -76,7 +77,7 @@ def command(args: argparse.Namespace) -> int:
         "n_threads": args.threads,
         "n_ubatch": args.ubatch,
         "seed": args.seed,
-        "stream": asdict(stream),
+        "stream": options_json(stream),
     }
     result = measure(work, modes, args.repeats, limit, args.drop_caches, note)
     if args.json:
@@ -84,6 +85,13 @@ def command(args: argparse.Namespace) -> int:
     else:
         print_report(result)
     return 0
+
+
+def options_json(stream: Any) -> dict[str, Any]:
+    """Stream options as JSON can hold them; a recorded routing goes by its file (job["replay"])."""
+    options = asdict(stream)
+    del options["replay"], options["replay_recall"]
+    return options
 
 
 def measure(
@@ -210,6 +218,21 @@ def memory_cgroup(limit: int | None) -> Iterator[str | None]:
                 time.sleep(0.1)
 
 
+def cgroup_use(procs: str | None) -> dict[str, int]:
+    """What a memory cgroup of ours has seen: its peak in bytes, and how often its limit was reached. {} without one."""
+    if procs is None:
+        return {}
+    group = Path(procs).parent
+    if (group / "memory.max_usage_in_bytes").exists():
+        files = {"cgroup_peak_bytes": "memory.max_usage_in_bytes", "cgroup_limit_hits": "memory.failcnt"}
+        return {name: int((group / file).read_text(encoding="ascii")) for name, file in files.items()}
+    found = {}
+    if (group / "memory.peak").exists():  # Linux 5.19
+        found["cgroup_peak_bytes"] = int((group / "memory.peak").read_text(encoding="ascii"))
+    events = dict(line.split() for line in (group / "memory.events").read_text(encoding="ascii").splitlines())
+    return {**found, "cgroup_limit_hits": int(events["max"])}
+
+
 # ---- the worker -----------------------------------------------------------------------------------------------------
 
 
@@ -238,48 +261,112 @@ def _measure_disk(job: dict[str, Any]) -> dict[str, Any]:
     return {"disk_read_bytes_per_s": slice_rate(job["path"], Stream(**{**job["stream"], "cache": "min"}), DISK_BYTES)}
 
 
+def _replay_state(job: dict[str, Any], ids: Any) -> tuple[tuple[int, int], Any]:
+    """llama.cpp's eval callback for a recorded routing in a model that is not streamed, and what lives with it."""
+    import ctypes
+
+    import numpy as np
+
+    library = ctypes.CDLL(job["replay_library"])
+    state = np.zeros(8, np.int64)  # struct replay of bench/replay_ids.c
+    state[0] = ids.ctypes.data
+    state[1:4] = ids.shape
+    callback = ctypes.cast(library.replay_eval, ctypes.c_void_p).value
+    return (callback or 0, state.ctypes.data), (library, state, ids)
+
+
+def _decode_step(context: Any, tokens: Sequence[int], pos: int) -> None:
+    """One token of each sequence. More than one sequence has to be batched by hand."""
+    from moestream import _native_api as native
+    from moestream.errors import InternalError
+
+    if len(tokens) == 1:
+        context.decode(tokens)
+        return
+    ffi, lib = native.ffi, native.lib
+    batch = ffi.new("struct llama_batch *", lib.llama_batch_init(len(tokens), 0, 1))
+    try:
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, pos, 1, 1
+            batch.seq_id[i][0] = i
+        batch.n_tokens = len(tokens)
+        result = lib.llama_decode(context._handles.context, batch[0])
+        err = native.new_error()
+        if context._handles.hook != ffi.NULL:
+            native.check(lib.moestream_context_status(context._handles.hook, err), err)
+        if result != 0:
+            raise InternalError(f"llama_decode returned {result}")
+    finally:
+        lib.llama_batch_free(batch[0])
+
+
 def _measure_mode(job: dict[str, Any]) -> dict[str, Any]:
+    """The job's prompt, then its tokens one by one (one of each sequence, with n_seq above 1)."""
     import numpy as np
 
     from moestream import host
     from moestream.model import Model
     from moestream.stream import Stream
 
+    ids = np.load(job["replay"]) if job.get("replay") else None
+    stream = Stream(**job["stream"], replay=ids, replay_recall=job.get("replay_recall", 0.0))
     modes: dict[str, dict[str, Any]] = {
-        "stream": {"stream": Stream(**job["stream"])},
+        "stream": {"stream": stream},
         "resident": {"load_mode": "none", "use_extra_bufts": False},
+        "repack": {"load_mode": "none", "use_extra_bufts": True},
         "mmap": {"load_mode": "mmap", "use_extra_bufts": False},
     }
-    options = modes[job["mode"]]
-    n_prompt, n = job["prompt_tokens"], job["tokens"]
+    n_prompt, n, n_seq = job["prompt_tokens"], job["tokens"], job.get("n_seq", 1)
+    context_options: dict[str, Any] = {"n_ubatch": job["n_ubatch"], "n_threads": job["n_threads"], "n_seq_max": n_seq}
+    if n_seq > 1:
+        context_options["kv_unified"] = True
+    if ids is not None and job["mode"] != "stream":
+        context_options["eval_callback"], _alive = _replay_state(job, ids)
     started = time.monotonic()
-    with Model(job["path"], **options) as model:
+    with Model(job["path"], **modes[job["mode"]]) as model:
         load_s = time.monotonic() - started
-        ids = np.random.default_rng(job["seed"]).integers(0, model.n_vocab, n_prompt + n)
-        sizes = {"n_ubatch": job["n_ubatch"], "n_threads": job["n_threads"]}
-        with model.context(n_prompt + n, n_batch=max(n_prompt, job["n_ubatch"]), **sizes) as context:
+        tokens = np.random.default_rng(job["seed"]).integers(0, model.n_vocab, n_prompt + n * n_seq)
+        n_ctx = (n_prompt + n) * n_seq
+        with model.context(n_ctx, n_batch=max(n_prompt, job["n_ubatch"]), **context_options) as context:
             started = time.monotonic()
-            context.decode(ids[:n_prompt])
+            context.decode(tokens[:n_prompt])
             prefill_s = time.monotonic() - started
-            before = context.stats()["total"]
-            took = []
-            for token in ids[n_prompt:]:
+            prompt = context.stats()["total"]
+            prefill_again_s = None
+            if job.get("prompt_twice"):
+                context.clear()
                 started = time.monotonic()
-                context.decode([token])
+                context.decode(tokens[:n_prompt])
+                prefill_again_s = time.monotonic() - started
+            for seq in range(1, n_seq):
+                context.seq_cp(0, seq)
+            before, faults = context.stats()["total"], resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+            took = []
+            for i, step in enumerate(tokens[n_prompt:].reshape(n, n_seq).tolist()):
+                started = time.monotonic()
+                _decode_step(context, step, n_prompt + i)
                 took.append(time.monotonic() - started)
             after = context.stats()["total"]
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults
         answer: dict[str, Any] = {
-            "tok_per_s": n / sum(took),
+            "tok_per_s": n * n_seq / sum(took),
             "prefill_tok_per_s": n_prompt / prefill_s,
+            "prefill_s": prefill_s,
+            "prefill_again_s": prefill_again_s,
             "load_s": load_s,
             "token_ms_median": 1000 * statistics.median(took),
             "token_ms_max": 1000 * max(took),
+            "major_faults_per_token": faults / (n * n_seq),
             "n_threads": job["n_threads"] or host.physical_cores(),
             "peak_rss_bytes": host.peak_rss(),
             "described": model.describe(),
+            "choices": model.choices() if model.streaming else {},
         }
         if before:
-            answer.update(_streaming_numbers(before, after, n))
+            answer.update(_streaming_numbers(before, after, n * n_seq))
+            answer.update(prefill_read_bytes=prompt["read_bytes"], prefill_reads=prompt["n_reads"])
+            answer["n_slices"] = sum(1 for t in model.plan.tensors if t.place == "STREAM") * model.plan.n_expert
+            answer["load_dense_bytes"] = model.stats()["load_dense_bytes"]
     return answer
 
 
@@ -295,7 +382,7 @@ def _streaming_numbers(before: dict[str, Any], after: dict[str, Any], n: int) ->
         "read_bytes_per_token": grown("read_bytes") / n,
         "stall_ms_per_token": grown("stall_ns") / 1e6 / n,
         "compute_ms_per_token": grown("compute_ns") / 1e6 / n,
-        "prefill_read_bytes": before["read_bytes"],
+        "prefetch_bytes_per_token": grown("prefetch_bytes") / n,
         "cache_bytes": after["cache_bytes"],
         "io": after["io"],
         "direct": after["direct"],

@@ -13,7 +13,17 @@ class UsageError(Exception):
     """Options that do not go together; one line, exit status 2."""
 
 
-_STREAM_OPTIONS = ("cache", "io", "direct", "dense", "prefetch", "queue_depth", "readers", "verify_slices")
+_STREAM_OPTIONS = (
+    "cache",
+    "io",
+    "direct",
+    "dense",
+    "prefetch",
+    "queue_depth",
+    "readers",
+    "verify_slices",
+    "warm_start",
+)
 
 
 def add_stream_options(parser: argparse.ArgumentParser, switch: bool = True) -> None:
@@ -30,6 +40,7 @@ def add_stream_options(parser: argparse.ArgumentParser, switch: bool = True) -> 
     group.add_argument("--prefetch", choices=["auto", "on", "off"], help="read ahead (default: auto)")
     group.add_argument("--queue-depth", type=int, metavar="N", help="reads in flight, 1 to 1024")
     group.add_argument("--readers", type=int, metavar="N", help="threads of the pread reader, 1 to 64")
+    group.add_argument("--warm-start", metavar="FILE", help="read the experts of the last run again after the load")
     group.add_argument(
         "--verify-slices", action="store_true", default=None, help="compare each slice with its checksum on every use"
     )

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from moestream import _native_api as native
-from moestream import host, logs
+from moestream import advice, host, logs
 from moestream._calls import Call, ContextHandles, free_at_exit, in_helper_thread
 from moestream.errors import (
     ClosedError,
@@ -62,6 +62,8 @@ class Context:
         kv_unified: share one buffer among the sequences; None for llama.cpp's choice.
         offload_kqv: keep the KV cache on the device; None for llama.cpp's choice.
         threadpool: give the context threads that live as long as it does (llama.cpp's own tools do the same).
+        eval_callback: llama.cpp's cb_eval and its user data, addresses of a C function and of its state; both live as
+            long as the context. Streaming asks it, too.
 
     Raises:
         ValueError, TypeError: an option that makes no sense. InternalError: llama.cpp refused, with what it said.
@@ -85,6 +87,7 @@ class Context:
         kv_unified: bool | None = None,
         offload_kqv: bool | None = None,
         threadpool: bool = True,
+        eval_callback: tuple[Any, Any] | None = None,
     ) -> None:
         self.model = model
         if n_ctx is None:
@@ -114,6 +117,10 @@ class Context:
                 pooling,
                 flash_attn,
             )
+            if eval_callback is not None:
+                self._callback = eval_callback  # has to live as long as the context
+                params.cb_eval = native.ffi.cast(native.ffi.typeof(params.cb_eval), eval_callback[0])
+                params.cb_eval_user_data = native.ffi.cast("void *", eval_callback[1])
             self._create(params, n_threads, n_threads_batch, threadpool)
         except BaseException:
             self._finalizer()
@@ -122,6 +129,7 @@ class Context:
         self._read_sizes(embeddings)
         self._make_batch()
         self._lost: str | None = None
+        self.advised = False
         model._contexts.add(self)
         logs.drain()
 
@@ -320,9 +328,10 @@ class Context:
         start = self._start(pos, seq_id, len(ids))
         lib, hook = native.lib, self._handles.hook
         if hook != native.ffi.NULL:
-            lib.moestream_context_status(
-                hook, native.ffi.NULL
-            )  # a cancel() that came when the last call had just ended
+            if len(ids) > self.n_ubatch and not self.advised:
+                advice.long_prompt(self, len(ids))
+            # a cancel() that came when the last call had just ended
+            lib.moestream_context_status(hook, native.ffi.NULL)
             lib.moestream_context_begin_call(hook)
         native._raw.ms_native_set_flag(self._handles.abort_flag, 0)
         self._seq_cell[0] = seq_id

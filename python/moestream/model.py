@@ -25,10 +25,8 @@ from moestream.placement import (
     Overrides,
     Placement,
     PlaceOptions,
-    Plan,
     model_placement,
-    read_plan,
-    refuse_warnings,
+    open_store,
 )
 from moestream.progress import Progress, ProgressOption
 from moestream.stats import stats_dict
@@ -196,7 +194,7 @@ class Model:
         logs.forget()
         self.path = os.fsdecode(native.encode_path(path))
         try:
-            self._open(strict)
+            self._handles.store, self.plan = open_store(self.path, self._options, strict=strict)
             params = self._model_params(
                 load_mode, use_extra_bufts, devices, split_mode, main_gpu, tensor_split, kv_overrides, vocab_only
             )
@@ -220,18 +218,6 @@ class Model:
         logs.drain()
 
     # ---- loading ----------------------------------------------------------------------------------------------------
-
-    def _open(self, strict: bool) -> None:
-        cache_bytes = self._options.resolve_cache(self.path)
-        params, keep = self._options.to_c(cache_bytes)
-        out, err = native.ffi.new("moestream **"), native.new_error()
-        native.check(native.lib.moestream_open(out, native.encode_path(self.path), params, err), err, self.path)
-        del keep
-        self._handles.store = out[0]
-        self.plan: Plan = read_plan(native.lib.moestream_get_plan(out[0]), self.path)
-        self._options.check_layers(self.plan)
-        if strict:
-            refuse_warnings(self.plan)
 
     def _model_params(
         self,
@@ -485,6 +471,15 @@ class Model:
             stats = native.new_struct("moestream_stats")
             native.check(native.lib.moestream_get_stats(self._handles.store, stats))
             return stats_dict(stats)
+
+    def choices(self) -> dict[str, str]:
+        """What streaming chose and why: "io", "direct", "queue_depth", "prefetch", each as "value: reason". Empty for a
+        model that is not streamed."""
+        with self._using():
+            buf = native.ffi.new("char[]", 1000)
+            native.lib.moestream_choices(self._handles.store, buf, len(buf))
+            lines = native.ffi.string(buf).decode("utf-8", "replace").splitlines()
+        return dict(line.split("=", 1) for line in lines)
 
     def resize(self, cache: int | str) -> None:
         """Changes the cache size between calls; shrinking gives memory back at once.

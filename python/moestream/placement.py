@@ -37,6 +37,8 @@ def parse_overrides(overrides: Overrides) -> list[tuple[str, str]]:
         return []
     if isinstance(overrides, str):
         return [_parse_rule(rule) for rule in split_rules(overrides)]
+    if not isinstance(overrides, Iterable):
+        raise ValueError(f"overrides was {overrides!r}; it is pairs (pattern, place), a dict, or one text")
     pairs: Iterable[Any] = overrides.items() if isinstance(overrides, Mapping) else overrides
     rules: list[tuple[str, str]] = []
     for pair in pairs:
@@ -353,10 +355,24 @@ class PlaceOptions:
         if self.named_layers and self.named_layers[-1] > last:
             raise InvalidError(f"expert_layers names block {self.named_layers[-1]}, the model has blocks 0 to {last}")
 
-    def to_c(self, cache_bytes: int = 0) -> tuple[Any, list[Any]]:
-        """A moestream_params, and what must live as long as it is in use."""
+    def check_replay(self, made: Plan) -> None:
+        """Raises InvalidError where a recorded routing is not one of this model."""
+        replay = None if self.stream is None else self.stream.replay
+        if replay is None:
+            return
+        want = (made.n_layer, made.n_expert_used)
+        if replay.shape[1:] != want:
+            raise InvalidError(
+                f"replay has the shape {replay.shape}; this model takes [n_tokens, {want[0]}, {want[1]}]"
+            )
+        if replay.min() < 0 or replay.max() >= made.n_expert:
+            raise InvalidError(f"replay names expert {replay.max()} (or less than 0); there are {made.n_expert}")
+
+    def to_c(self, cache_bytes: int = 0, libllama: Any = None) -> tuple[Any, list[Any]]:
+        """A moestream_params, and what must live as long as it is in use. `libllama`: a handle, None for ours."""
         ffi, lib = native.ffi, native.lib
         params = native.new_struct("moestream_params")
+        params.libllama = ffi.NULL if libllama is None else libllama
         keep: list[Any] = []
         if self.rules:
             rules = ffi.new("moestream_rule[]", len(self.rules))
@@ -384,16 +400,24 @@ class PlaceOptions:
         params.deadline_ms = round(stream.deadline_s * 1000)
         params.cache_none = int(stream.cache_size.is_none)
         params.cache_bytes = cache_bytes
+        if stream.warm_start is not None:
+            keep.append(ffi.new("char[]", native.encode_path(stream.warm_start)))
+            params.warm_start = keep[-1]
+        if stream.replay is not None:
+            ids = ffi.from_buffer("int32_t[]", stream.replay.astype("int32", order="C"))
+            keep.append(ids)
+            params.replay_ids, params.n_replay_tokens = ids, len(stream.replay)
+            params.replay_recall = stream.replay_recall
         return params, keep
 
-    def resolve_cache(self, path: str | os.PathLike[str]) -> int:
+    def resolve_cache(self, path: str | os.PathLike[str], libllama: Any = None) -> int:
         """Bytes for moestream_params.cache_bytes; reads the header only where the size depends on it."""
         if self.stream is None:
             return 0
         size = self.stream.cache_size
         if not size.needs_plan:
             return size.resolve(0, 0)
-        planned = open_plan(path, self)
+        planned = open_plan(path, self, libllama)
         return size.resolve(planned.full_cache_bytes, planned.min_cache_bytes)
 
 
@@ -437,11 +461,12 @@ def refuse_warnings(made: Plan) -> None:
         raise InvalidError("strict: " + "; ".join(made.warnings))
 
 
-def open_plan(path: str | os.PathLike[str], options: PlaceOptions) -> Plan:
-    """Makes a plan with moestream_plan_open, and copies it out."""
-    native.bind()
+def open_plan(path: str | os.PathLike[str], options: PlaceOptions, libllama: Any = None) -> Plan:
+    """Makes a plan with moestream_plan_open, and copies it out. `libllama`: a handle that is bound, None for ours."""
+    if libllama is None:
+        native.bind()
     ffi, lib = native.ffi, native.lib
-    params, keep = options.to_c()
+    params, keep = options.to_c(libllama=libllama)
     out, err = ffi.new("moestream_plan **"), native.new_error()
     raw_path = native.encode_path(path)
     try:
@@ -453,6 +478,32 @@ def open_plan(path: str | os.PathLike[str], options: PlaceOptions) -> Plan:
     finally:
         del keep
         logs.drain()
+
+
+def open_store(
+    path: str | os.PathLike[str], options: PlaceOptions, *, strict: bool, libllama: Any = None
+) -> tuple[Any, Plan]:
+    """moestream_open with these options: the store, which the caller closes, and the plan that is in force.
+
+    `libllama` is a handle that is bound, None for ours. Raises what Model raises; nothing is left open then.
+    """
+    ffi, lib = native.ffi, native.lib
+    raw_path = native.encode_path(path)
+    if options.stream is not None and options.stream.replay is not None:
+        options.check_replay(open_plan(path, options))  # before C reads as many numbers as the model has layers
+    params, keep = options.to_c(options.resolve_cache(path, libllama), libllama)
+    out, err = ffi.new("moestream **"), native.new_error()
+    native.check(lib.moestream_open(out, raw_path, params, err), err, os.fsdecode(raw_path))
+    del keep
+    try:
+        made = read_plan(lib.moestream_get_plan(out[0]), os.fsdecode(raw_path))
+        options.check_layers(made)
+        if strict:
+            refuse_warnings(made)
+    except BaseException:
+        lib.moestream_close(out[0], ffi.NULL)
+        raise
+    return out[0], made
 
 
 def read_plan(handle: Any, path: str) -> Plan:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from moestream.sizes import CacheSize, parse_cache
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _CHOICES: dict[str, dict[str, str]] = {
     "io": {"auto": "MOESTREAM_IO_AUTO", "io_uring": "MOESTREAM_IO_URING", "pread": "MOESTREAM_IO_PREAD"},
@@ -30,6 +35,11 @@ class Stream:
         readers: threads of the pread reader, 1 to 64; 0 is the library's choice.
         verify: keep a checksum of each slice and compare it on every use (slow; for diagnosis).
         deadline_s: seconds after which a read that has not come back fails the call.
+        warm_start: a file that remembers which experts the cache held when the model was closed. If it is there, they
+            are read again after the load, while the disk is idle. Nothing is written unless a file is named.
+        replay: for benchmarks: experts to use instead of the router's choice, int32 [n_tokens, n_layer, n_expert_used],
+            from the first token on, beginning anew at its end. The logits are then meaningless.
+        replay_recall: under replay, the share of right guesses that reading ahead is given, 0 (none is made) to 1.
 
     Raises:
         ValueError: an option out of its range, named.
@@ -44,6 +54,9 @@ class Stream:
     readers: int = 0
     verify: bool = False
     deadline_s: float = 60.0
+    warm_start: str | os.PathLike[str] | None = None
+    replay: npt.NDArray[np.int32] | None = field(default=None, compare=False, repr=False)
+    replay_recall: float = 0.0
 
     def __post_init__(self) -> None:
         parse_cache(self.cache)
@@ -60,6 +73,10 @@ class Stream:
         deadline = self.deadline_s
         if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not 0.001 <= deadline <= 4294967:
             raise ValueError(f"deadline_s was {deadline!r}; it is a number of seconds from 0.001 to 4294967")
+        if not 0.0 <= self.replay_recall <= 1.0:
+            raise ValueError(f"replay_recall was {self.replay_recall!r}; it is a share from 0 to 1")
+        if self.replay is not None and (self.replay.ndim != 3 or self.replay.size == 0):
+            raise ValueError(f"replay has the shape {self.replay.shape}; it is [n_tokens, n_layer, n_expert_used]")
 
     @property
     def cache_size(self) -> CacheSize:

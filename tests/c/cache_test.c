@@ -451,7 +451,8 @@ TEST(random_operations_agree_with_a_naive_cache) {
                                    NULL) == MOESTREAM_OK);
         CHECK(cache.n_slots == MODEL_SLOTS);
         memset(model, 0, sizeof model);
-        model_tick = model_order = 0;
+        model_tick = cache.tick;
+        model_order = 0;
         model_evictions = 0;
         for (int i = 0; i < 5000 && atomic_load(&check_failures) == 0; i++) {
             model_step(&cache, &rnd);

@@ -1,7 +1,7 @@
 /*
  * libFuzzer harness of the expert index: hostile GGUF headers. By hand, with clang:
  *
- *     tools: clang -fsanitize=fuzzer,address ... ; see tests/fuzz/README.md
+ *     make fuzz FUZZ_SECONDS=600
  */
 #include "fuzz/index_target.h"
 

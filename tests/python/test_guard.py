@@ -321,6 +321,23 @@ def test_b7_without_a_compiler_the_setup_names_it(tmp_path: pathlib.Path) -> Non
     assert not (tmp_path / "venv").exists()
 
 
+def test_b7_without_pip_or_with_one_that_fails_the_fetch_says_what_to_do(tmp_path: pathlib.Path) -> None:
+    bare = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
+    fetch = [bare / "bin" / "python", REPO / "tools" / "fetch_llama.py", "--dest", tmp_path / "llama"]
+    env = {"PATH": str(bare / "bin"), "HOME": str(tmp_path)}
+    none = subprocess.run(fetch, env=env, capture_output=True, text=True, check=False)
+    assert none.returncode != 0 and "has no pip" in none.stderr and "MOESTREAM_LLAMA_DIR" in none.stderr
+    old = bare / "bin" / "pip3"  # an old pip refuses an option that it does not know, with status 2
+    old.write_text("#!/bin/sh\necho 'no such option' >&2\nexit 2\n", encoding="ascii")
+    old.chmod(0o755)
+    failed = subprocess.run(
+        fetch, env={**env, "PATH": f"{bare / 'bin'}:/bin"}, capture_output=True, text=True, check=False
+    )
+    assert failed.returncode != 0 and "could not download" in failed.stderr and "status 2" in failed.stderr
+    assert not (tmp_path / "llama").exists()
+
+
 # ---- Windows: porting stays a small step ---------------------------------------------------------------------------
 
 

@@ -5,11 +5,16 @@ upstream's own tool, and an architecture that appears or disappears fails `test_
 
 In CI each architecture runs at every pair of threads (1, 2) and n_ubatch (1, 8, 64), each in two of the six pairs of
 cache (minimum, half, none) and engine, rotating over architectures; `--full` runs all 36 combinations for each.
+
+Upstream's models have two experts and use both. So each architecture runs a second time with eight, of which two are
+used (`archs.wide_path`): experts are selected, evicted and read again. In CI that is one setting for each number of
+threads, rotating; `--full` runs all of them.
 """
 
 from __future__ import annotations
 
 import itertools
+import pathlib
 from dataclasses import replace
 
 import pytest
@@ -58,6 +63,25 @@ def test_the_list_is_upstreams() -> None:
     assert dense == list(WITHOUT_EXPERTS)
 
 
+def compare_all(
+    arch: str, path: pathlib.Path, choice: dict[c.Variant, list[c.Setting]], kind: str, name: str
+) -> c.Tally:
+    """Compares one model in all of `choice`; records what was found."""
+    tally = c.Tally()
+    unused = arch in UNUSED_EXPERTS
+    try:
+        with c.reference(path) as ref:
+            for variant, settings in choice.items():
+                if arch in NON_CAUSAL:
+                    settings = [replace(setting, n_batch=setting.n_ubatch) for setting in settings]
+                c.compare(ref, "12 and 64", WORK, settings, [variant], tally, used=not unused)
+    except BaseException as error:
+        record.write(kind, name, False, str(error))
+        raise
+    record.write(kind, name, True, "upstream's graph uses no experts" if unused else "")
+    return tally
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_architecture_streams_bit_for_bit(arch: str, full_matrix: bool) -> None:
     path = archs.path(arch)
@@ -66,20 +90,27 @@ def test_every_architecture_streams_bit_for_bit(arch: str, full_matrix: bool) ->
             ms.Model(path, stream=ms.Stream(cache="min"))
         record.write("architecture", arch, False, "upstream's test model has no experts; streaming it is refused")
         return
-    tally = c.Tally()
-    try:
-        with c.reference(path) as ref:
-            for variant, settings in chosen(ARCHS.index(arch), full_matrix).items():
-                if arch in NON_CAUSAL:
-                    settings = [replace(setting, n_batch=setting.n_ubatch) for setting in settings]
-                c.compare(ref, "12 and 64", WORK, settings, [variant], tally, used=arch not in UNUSED_EXPERTS)
-    except BaseException as error:
-        record.write("architecture", arch, False, str(error))
-        raise
+    tally = compare_all(arch, path, chosen(ARCHS.index(arch), full_matrix), "architecture", arch)
     assert tally.fallbacks == 0
     assert (tally.misses == 0) == (arch in UNUSED_EXPERTS)
-    note = "upstream's graph uses no experts" if arch in UNUSED_EXPERTS else ""
-    record.write("architecture", arch, True, note)
+
+
+@pytest.mark.parametrize("arch", [name for name in ARCHS if name not in WITHOUT_EXPERTS])
+def test_every_architecture_selects_among_eight_experts(arch: str, full_matrix: bool) -> None:
+    choice = chosen(ARCHS.index(arch), full_matrix)
+    if not full_matrix:  # of the first variants: one setting with one thread, one with two
+        by_setting = {setting: variant for variant, settings in choice.items() for setting in settings}
+        turn = ARCHS.index(arch)
+        picked = [SETTINGS[turn % 3], SETTINGS[3 + (turn + 1) % 3]]
+        choice = {}
+        for setting in picked:
+            choice.setdefault(by_setting[setting], []).append(setting)
+    path = archs.wide_path(arch)
+    tally = compare_all(arch, path, choice, "wide architecture", arch)
+    if arch in UNUSED_EXPERTS:
+        return
+    assert tally.misses > 2 * ms.plan(path).n_layer, "two experts of eight are not all that was chosen"
+    assert tally.evictions > 0 or not any(variant.cache == "min" for variant in choice)
 
 
 def test_the_rotation_covers_every_pair() -> None:

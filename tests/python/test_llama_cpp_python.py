@@ -233,6 +233,66 @@ except moestream.UnsupportedError as error:
     assert "no routed experts" in dense
 
 
+def test_nonsense_is_named_and_leaves_nothing(host: Any, tiny_moe: Any) -> None:
+    got = host(
+        """
+out = {}
+def attempt(name, **options):
+    try:
+        bridge.load(path, **{**OPTIONS, **options})
+        out[name] = ["no error", ""]
+    except Exception as error:
+        out[name] = [type(error).__name__, str(error)]
+attempt("typo", n_cpu_mo=3)
+attempt("stream", stream="8GiB")
+attempt("blocks", cpu_moe_layers=3)
+attempt("no such block", expert_layers={"CPU": [99]}, stream=True)
+attempt("overrides", overrides=5)
+attempt("places", expert_layers=7)
+gc.collect()
+bridge.install()
+bridge.install()
+bridge.uninstall()
+bridge.uninstall()
+for name, what in {"none": None, "text": "x"}.items():
+    try:
+        bridge.stats(what)
+    except ValueError as error:
+        out[name] = [type(error).__name__, str(error)]
+print(json.dumps(out))
+""",
+        tiny_moe("Q8_0"),
+    )
+    wanted = {
+        "typo": ("TypeError", "n_cpu_mo; did you mean n_cpu_moe?"),
+        "stream": ("TypeError", "stream was '8GiB'"),
+        "blocks": ("ValueError", "cpu_moe_layers was 3"),
+        "no such block": ("InvalidError", "expert_layers names block 99"),
+        "overrides": ("ValueError", "overrides was 5"),
+        "places": ("ValueError", "expert_layers was 7"),
+        "none": ("ValueError", "not loaded inside loading"),
+        "text": ("ValueError", "not loaded inside loading"),
+    }
+    assert set(got) == set(wanted)
+    for name, (kind, words) in wanted.items():
+        assert got[name][0] == kind and words in got[name][1], (name, got[name])
+
+
+def test_a_warning_is_seen_though_llama_cpp_is_silent_while_it_loads(host: Any, tiny_moe: Any) -> None:
+    _, done = host(
+        """
+import logging
+logging.basicConfig(format="%(name)s: %(message)s")
+with bridge.loading(overrides=[("nothing_like_it", "CPU")]):
+    llama_cpp.Llama(model_path=path, **OPTIONS)
+print("1")
+""",
+        tiny_moe("Q8_0"),
+        check=False,
+    )
+    assert done.returncode == 0 and "moestream: " in done.stderr and "nothing_like_it" in done.stderr, done.stderr
+
+
 def test_a_read_that_fails_raises_and_names_the_file(host: Any, tiny_moe: Any, tmp_path: pathlib.Path) -> None:
     model = tmp_path / "cut.gguf"
     model.write_bytes(tiny_moe("F32").read_bytes())
@@ -285,6 +345,26 @@ print(json.dumps([out, len(called), len(complete(streamed())[0]) > 0]))
     (model, context), calls, after = got
     assert "llama_model_params." in model and "libllama.so" in model and llama_version() in model
     assert "llama_context_params." in context and calls == 0 and after
+
+
+def test_a_release_that_loads_by_another_name_is_refused(host: Any, tiny_moe: Any) -> None:
+    got = host(
+        """
+internals = sys.modules["llama_cpp._internals"]
+kept = internals.LlamaModel.__init__
+def older(self, *, path_model, params, verbose=True):
+    self.model = llama_cpp.llama_load_model_from_file(path_model.encode(), params)
+internals.LlamaModel.__init__ = older
+try:
+    streamed()
+except moestream.UnsupportedError as error:
+    out = str(error)
+internals.LlamaModel.__init__ = kept
+print(json.dumps([out, bridge.is_installed(), len(complete(streamed())[0]) > 0]))
+""",
+        tiny_moe("Q8_0"),
+    )
+    assert "llama_model_load_from_file" in got[0] and "0.3.16" in got[0] and got[1:] == [False, True]
 
 
 def llama_version() -> str:

@@ -17,7 +17,7 @@ FOLDER = models.REPO / "build" / "identity"
 
 
 def write(kind: str, name: str, identical: bool, note: str) -> None:
-    """Keeps one result. `kind` is "architecture", "type", "shape" or "use"; `note` says what ran, or why not."""
+    """Keeps one result. `kind` is a key of KINDS in tools/support_table.py; `note` says what ran, or why not."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     target = FOLDER / f"{kind}-{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}.json"
     fresh = target.with_suffix(f".{os.getpid()}")

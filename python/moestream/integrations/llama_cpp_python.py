@@ -1,4 +1,4 @@
-"""Placement and streaming for llama-cpp-python (0.3.20 or later), with the llama.cpp libraries it was installed with.
+"""Placement and streaming for llama-cpp-python (0.3.16 or later), with the llama.cpp libraries it was installed with.
 
     import llama_cpp, moestream
     from moestream.integrations import llama_cpp_python as bridge
@@ -24,21 +24,24 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import difflib
 import importlib
+import inspect
 import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from moestream import _native_api as native
 from moestream import errors, logs
 from moestream.errors import BusyError, InvalidError, UnsupportedError
 from moestream.integrations._llama_cpp_abi import abi_differences
-from moestream.placement import ExpertLayers, Overrides, PlaceOptions, Plan, read_plan
+from moestream.placement import ExpertLayers, Overrides, PlaceOptions, Plan, open_store
 from moestream.stats import stats_dict
 from moestream.stream import Stream
 
@@ -91,6 +94,7 @@ _installed = _Installed()
 _wanted: contextvars.ContextVar[_Wanted | None] = contextvars.ContextVar("moestream_loading", default=None)
 _models: dict[int, _Session] = {}
 _contexts: dict[int, _Hook] = {}
+_warnings: deque[str] = deque()  # of plans, until they can be logged
 
 
 # ---- what a caller uses ----------------------------------------------------------------------------------------------
@@ -126,9 +130,9 @@ def loading(
         "stream": stream,
         "cpu_moe": cpu_moe,
         "n_cpu_moe": n_cpu_moe,
-        "cpu_moe_layers": None if cpu_moe_layers is None else tuple(cpu_moe_layers),
-        "expert_layers": None if expert_layers is None else dict(expert_layers),
-        "overrides": overrides if overrides is None or isinstance(overrides, str) else _rereadable(overrides),
+        "cpu_moe_layers": _rereadable(cpu_moe_layers),
+        "expert_layers": _rereadable(expert_layers),
+        "overrides": _rereadable(overrides),
     }
     PlaceOptions.of(**options, n_gpu_layers=0)
     install()
@@ -137,38 +141,46 @@ def loading(
         yield
     finally:
         _wanted.reset(token)
+        _log_what_waits()
 
 
-def _rereadable(overrides: Any) -> Any:
-    """Overrides that can be read more than once."""
-    return dict(overrides) if hasattr(overrides, "items") else list(overrides)
+def _rereadable(value: Any) -> Any:
+    """An option that each load in the block can read; what is no collection is left to PlaceOptions, which names it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value if isinstance(value, (str, bytes)) or not isinstance(value, Iterable) else list(value)
 
 
-def load(
-    model_path: str | os.PathLike[str],
-    *,
-    stream: Stream | bool | None = None,
-    cpu_moe: bool = False,
-    n_cpu_moe: int = 0,
-    cpu_moe_layers: Iterable[int] | None = None,
-    expert_layers: ExpertLayers = None,
-    overrides: Overrides = None,
-    strict: bool = False,
-    use_extra_bufts: bool | None = None,
-    **llama_options: Any,
-) -> Any:
-    """A llama_cpp.Llama(model_path=..., **llama_options), placed and streamed; options and errors as for `loading`."""
-    with loading(
-        stream=stream,
-        cpu_moe=cpu_moe,
-        n_cpu_moe=n_cpu_moe,
-        cpu_moe_layers=cpu_moe_layers,
-        expert_layers=expert_layers,
-        overrides=overrides,
-        strict=strict,
-        use_extra_bufts=use_extra_bufts,
-    ):
-        return _installed.top.Llama(model_path=os.fspath(model_path), **llama_options)
+def _log_what_waits() -> None:
+    """Our warnings, outside of a load, whose output llama-cpp-python sends to /dev/null with verbose=False."""
+    with contextlib.suppress(IndexError):
+        while True:
+            _log.warning("%s", _warnings.popleft())
+    logs.drain()
+
+
+def load(model_path: str | os.PathLike[str], **options: Any) -> Any:
+    """A llama_cpp.Llama(model_path=...), placed and streamed.
+
+    Args:
+        model_path: a GGUF file, or the first shard of a split one.
+        options: those of `loading`; all others go to Llama, which itself takes any name without a word, so that one it
+            does not know is refused here.
+
+    Raises:
+        TypeError: an option that neither `loading` nor Llama has, named.
+        Otherwise as `loading`.
+    """
+    install()
+    llama = _installed.top.Llama
+    ours = {name: options.pop(name) for name in inspect.signature(loading).parameters if name in options}
+    known = inspect.signature(llama.__init__).parameters
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, [*inspect.signature(loading).parameters, *known], 1)
+            raise TypeError(f"unknown option {name}" + (f"; did you mean {close[0]}?" if close else ""))
+    with loading(**ours):
+        return llama(model_path=os.fspath(model_path), **options)
 
 
 def stats(llm: Any) -> dict[str, Any]:
@@ -211,6 +223,7 @@ def install() -> None:
             return
         low = importlib.import_module("llama_cpp.llama_cpp")
         top = importlib.import_module("llama_cpp")
+        _check_entry(top)
         _check_abi(top, low)
         libllama = native.ffi.cast("void *", low._lib._handle)
         err = native.new_error()
@@ -251,6 +264,18 @@ def is_installed() -> bool:
 
 
 # ---- before anything is called ---------------------------------------------------------------------------------------
+
+
+def _check_entry(top: ModuleType) -> None:
+    """Does Llama load through the function that we replace? Before 0.3.16 it did not, and nothing would be streamed."""
+    methods = vars(importlib.import_module("llama_cpp._internals").LlamaModel).values()
+    names = {name for method in methods if isinstance(method, FunctionType) for name in method.__code__.co_names}
+    if "llama_model_load_from_file" not in names:
+        version = getattr(top, "__version__", "(unknown version)")
+        raise UnsupportedError(
+            f"llama_cpp {version} at {top.__file__} does not load models through llama_model_load_from_file; "
+            "llama-cpp-python 0.3.16 or later is needed"
+        )
 
 
 def _check_abi(top: ModuleType, low: Any) -> None:
@@ -311,41 +336,15 @@ def _session(llm: Any) -> _Session:
     pointer = getattr(llm, "model", llm)
     session = _models.get(_address(pointer)) if pointer is not None else None
     if session is None:
-        raise ValueError("this model was not loaded inside loading(...), or it is closed")
+        raise ValueError("this model was not loaded inside loading(...), in the same thread, or it is closed")
     return session
 
 
 def _open(path: bytes, options: PlaceOptions, strict: bool) -> _Session:
     """A store that drives llama-cpp-python's library."""
-    ffi, lib = native.ffi, native.lib
-    params, keep = options.to_c()
-    params.libllama = _installed.libllama
-    if options.stream is not None:
-        size = options.stream.cache_size
-        if size.needs_plan:
-            planned = _read_plan_of(path, params)
-            params.cache_bytes = size.resolve(planned.full_cache_bytes, planned.min_cache_bytes)
-        else:
-            params.cache_bytes = size.resolve(0, 0)
-    out, err = ffi.new("moestream **"), native.new_error()
-    native.check(lib.moestream_open(out, path, params, err), err, os.fsdecode(path))
-    del keep
-    session = _Session(out[0], read_plan(lib.moestream_get_plan(out[0]), os.fsdecode(path)), options.stream is not None)
-    for warning in session.plan.warnings:
-        _log.warning("%s", warning)
-    if strict and session.plan.warnings:
-        _close(session)
-        raise InvalidError("strict: " + "; ".join(session.plan.warnings))
-    return session
-
-
-def _read_plan_of(path: bytes, params: Any) -> Plan:
-    out, err = native.ffi.new("moestream_plan **"), native.new_error()
-    native.check(native.lib.moestream_plan_open(out, path, params, err), err, os.fsdecode(path))
-    try:
-        return read_plan(out[0], os.fsdecode(path))
-    finally:
-        native.lib.moestream_plan_close(out[0])
+    store, plan = open_store(os.fsdecode(path), options, strict=strict, libllama=_installed.libllama)
+    _warnings.extend(plan.warnings)
+    return _Session(store, plan, options.stream is not None)
 
 
 def _close(session: _Session) -> None:
@@ -424,7 +423,6 @@ def _load_into(session: _Session, options: PlaceOptions, wanted: _Wanted, path: 
     finally:
         pointer = ffi.cast("struct llama_model *", _address(model) if model else 0)
         status = lib.moestream_load_end(session.store, pointer, err)
-        logs.drain()
     if status == errors.OK:
         return model
     if model:
@@ -555,12 +553,12 @@ def _encode(context: Any, batch: Any) -> Any:
 def _run(name: str, context: Any, batch: Any) -> Any:
     """The original, then our word on whether its results may be used: llama.cpp itself cannot know."""
     code = _installed.real[name](context, batch)
+    _log_what_waits()
     hook = _contexts.get(_address(context)) if _contexts else None
     if hook is not None:
         err = native.new_error()
         status = native.lib.moestream_context_status(hook.handle, err)
         if status != errors.OK:
-            logs.drain()
             native.check(status, err, hook.session.plan.path)
     return code
 

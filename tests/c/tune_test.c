@@ -1,0 +1,85 @@
+/* stream: the depth of the queue is measured once for a device, within bounds, and every choice says its reason. */
+#define MS_TUNE_FROM 1 /* of a small file, too */
+#include "stream/tune.c"
+
+#include "check.h"
+#include "support/stream_rig.h"
+
+static bool open_real(rig * r, bool choose, int depth) {
+    memset(r, 0, sizeof *r);
+    moestream_error err = {.struct_size = sizeof err};
+    ms_stream_options o = {.io = MOESTREAM_IO_PREAD, .queue_depth = depth, .choose_depth = choose, .n_readers = 2};
+    if (!make_index(r)) {
+        return false;
+    }
+    o.cache_bytes = slots_of(r, 2 * N_USED);
+    return CHECK(ms_stream_open(&r->stream, &r->index, &o, &err) == MOESTREAM_OK);
+}
+
+static bool says(const rig * r, const char * words) {
+    char text[800];
+    size_t n = ms_stream_choices(r->stream, text, sizeof text);
+    if (strstr(text, words) == NULL || n != strlen(text)) {
+        printf("    %s", text);
+        return false;
+    }
+    return true;
+}
+
+TEST(a_device_is_measured_once) {
+    rig r;
+    REQUIRE(open_real(&r, true, 128));
+    CHECK(says(&r, ": measured at open: "));
+    CHECK(r.stream->depth_limit == 16 || r.stream->depth_limit == 48 || r.stream->depth_limit == 128);
+    CHECK(r.stream->tuned_bytes > 0 && r.stream->tuned_bytes <= 3 * (uint64_t) (8224 + 2 * MS_PAGE));
+    int first = r.stream->depth_limit;
+    int32_t expert = 3;
+    moestream_error err = {.struct_size = sizeof err};
+    CHECK(use_experts(&r, 1, 2, &expert, 1, true, &err) == 0); /* what was read to measure is not taken for an expert */
+    ms_stream_close(r.stream);
+    REQUIRE(open_real(&r, true, 128));
+    CHECK(says(&r, ": measured before on this device, at "));
+    CHECK(r.stream->depth_limit == first && r.stream->tuned_bytes == 0);
+    ms_stream_close(r.stream);
+}
+
+TEST(a_depth_that_was_asked_for_is_kept) {
+    rig r;
+    REQUIRE(open_real(&r, false, 7));
+    CHECK(says(&r, "queue_depth=7: asked for") && r.stream->tuned_bytes == 0);
+    ms_stream_close(r.stream);
+}
+
+TEST(no_more_reads_are_in_flight_than_the_limit_says) {
+    rig r = {.script = {.seed = 5, .delay_turns = 1000}};
+    ms_stream_options o = {.queue_depth = 8, .direct = MOESTREAM_DIRECT_OFF};
+    REQUIRE(rig_open(&r, N_EXPERTS, &o));
+    r.stream->depth_limit = 2;
+    int32_t experts[N_USED] = {0, 5}, slots[N_USED];
+    moestream_stats counts = {0};
+    ms_demand d = {.group = 0, .leader = true, .all_slices = true};
+    REQUIRE(ms_stream_acquire(r.stream, &d, experts, N_USED, slots, &counts) == N_USED);
+    CHECK(fake_reader_in_flight(r.reader) == 2 && counts.n_reads == 6);
+    for (int k = 0; k < N_SLICES; k++) {
+        for (int i = 0; i < N_USED; i++) {
+            while (ms_stream_state(r.stream, slots[i], k) == MS_READING) {
+                CHECK(fake_reader_in_flight(r.reader) <= 2);
+                ms_stream_poll(r.stream);
+            }
+            CHECK(right_slice(&r, slots[i], 0, experts[i], k));
+        }
+    }
+    ms_stream_release(r.stream, 0, slots, N_USED);
+    settle(&r);
+    ms_stream_close(r.stream);
+}
+
+static const check_test tests[] = {
+    LISTED(a_device_is_measured_once),
+    LISTED(a_depth_that_was_asked_for_is_kept),
+    LISTED(no_more_reads_are_in_flight_than_the_limit_says),
+};
+
+int main(int argc, char ** argv) {
+    return rig_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+}

@@ -1,0 +1,87 @@
+"""Warm start: the experts of the last run are in the cache before they are asked for, and nothing else changes."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import time
+from collections.abc import Callable
+
+import pytest
+from support import compare as c
+
+import moestream as ms
+
+IDS = c.tokens(24, 512)
+WORK = c.prompts_then_tokens((9, 24), 4)
+
+
+def run(
+    path: pathlib.Path, list_file: pathlib.Path | None, *, wait: bool = True, cache: str = "60%"
+) -> tuple[list[c.Array], dict[str, int]]:
+    """One run; its results, and its statistics before (as "warm_...") and after."""
+    with ms.Model(path, stream=ms.Stream(cache=cache, prefetch="off", warm_start=list_file)) as model:
+        if wait:
+            end, before = time.monotonic() + 20, -1
+            while time.monotonic() < end and (now := model.stats()["cache_used_bytes"]) != before:
+                before = now
+                time.sleep(0.2)
+        warm = {f"warm_{name}": model.stats()[name] for name in ("cache_used_bytes", "n_misses", "n_reads")}
+        with c.Setting(1, 64).context(model) as context:
+            out = WORK(context)
+        stats = model.stats()
+    return out, {**stats, **warm}
+
+
+def test_the_second_run_finds_the_experts_of_the_first(
+    tiny_moe: Callable[..., pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    path, list_file = tiny_moe("Q4_K"), tmp_path / "hot.txt"
+    plain, cold = run(path, None, wait=False)
+    assert not list(tmp_path.iterdir()), "nothing is written unless a file is named"
+    first, _ = run(path, list_file, wait=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["hot.txt"], "no temporary file stays"
+    second, warm = run(path, list_file)
+    c.same_bits(plain, first, "the run that makes the list")
+    c.same_bits(plain, second, "the warm run")
+    assert warm["warm_cache_used_bytes"] > 0.9 * warm["cache_bytes"]
+    assert warm["warm_n_misses"] == 0, "nobody asked for an expert yet"
+    assert warm["n_misses"] < cold["n_misses"]
+    # In the middle of the reading, and with a smaller cache than the list was made with:
+    for options in ({"wait": False}, {"cache": "min"}):
+        c.same_bits(plain, run(path, list_file, **options)[0], f"warm, {options}")  # type: ignore[arg-type]
+
+
+def test_wrong_lists_are_said_and_replaced(
+    tiny_moe: Callable[..., pathlib.Path], tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    list_file = tmp_path / "hot.txt"
+    run(tiny_moe("Q8_0"), list_file, wait=False)
+    of_another = list_file.read_text()
+    path = tiny_moe("Q4_K")
+    plain, _ = run(path, None, wait=False)
+    good = ""
+    for text in (of_another, "", "\0\xff rubbish", of_another[:10]):
+        list_file.write_text(text)
+        with caplog.at_level(logging.WARNING, "moestream"):
+            caplog.clear()
+            out, stats = run(path, list_file)
+        c.same_bits(plain, out, f"with a list of {text[:20]!r}")
+        assert "is not a list of this model" in caplog.text
+        assert stats["warm_n_reads"] == 0
+        good = list_file.read_text()
+        assert good != text
+    # Entries that are not in the model are passed over.
+    list_file.write_text(good.partition("\n")[0] + "\n0 99999\n-1 0\n77 1\n0 0\n1 1\nx y\n")
+    out, stats = run(path, list_file)
+    c.same_bits(plain, out, "with wrong entries")
+    assert stats["warm_cache_used_bytes"] > 0
+
+
+def test_a_list_that_cannot_be_written_is_a_warning(
+    tiny_moe: Callable[..., pathlib.Path], tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "moestream"):
+        run(tiny_moe("Q4_K"), tmp_path / "no such folder" / "hot.txt", wait=False)
+    assert "could not be written" in caplog.text
+    assert "hot.txt" in caplog.text
