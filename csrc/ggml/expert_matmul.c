@@ -12,10 +12,7 @@
 
 #include "ggml/store.h"
 
-enum {
-    MS_CHUNK_ROWS = 64, /* output rows per chunk, a multiple of every tile height in ggml */
-    MS_STOPPED_NS = 50 * 1000 * 1000, /* a wait that took this much longer than asked for: we did not run */
-};
+enum { MS_CHUNK_ROWS = 64 }; /* output rows per chunk, a multiple of every tile height in ggml */
 
 /* ---- barrier: sense by phase; yields after a short spin, since readers and other threads may need the core ---- */
 
@@ -321,62 +318,7 @@ static bool take_more(moestream_context * ctx) {
     return more;
 }
 
-/* ---- waiting ---- */
-
-/* While reads are awaited the user's abort callback is asked too, by one thread at a time; ggml itself asks only between
- * nodes. */
-static void check_stop(moestream_context * ctx) {
-    if (!atomic_flag_test_and_set_explicit(&ctx->op.asking, memory_order_acquire)) {
-        ms_abort_callback(ctx); /* marks the call as failed when it is to stop */
-        atomic_flag_clear_explicit(&ctx->op.asking, memory_order_release);
-    }
-}
-
-/* Waits are a few milliseconds long. When none has ended for far longer the process was stopped, starved or computing:
- * that does not count for the deadline. Returns the sum of such times in this operation. */
-static uint64_t time_stopped(ms_op * op, uint64_t now) {
-    uint64_t last = atomic_exchange_explicit(&op->looked_ns, now, memory_order_relaxed);
-    uint64_t more = now > last + MS_STOPPED_NS ? now - last : 0;
-    return atomic_fetch_add_explicit(&op->stopped_ns, more, memory_order_relaxed) + more;
-}
-
-static void wait_for(moestream_context * ctx, int i) {
-    ms_op * op = &ctx->op;
-    const ms_entry * entry = &ctx->entry[i];
-    uint64_t begin = ms_now_ns();
-    ms_stream_wait(ctx->ms->stream, entry->slot, op->slice);
-    uint64_t now = ms_now_ns();
-    atomic_fetch_add_explicit(&ctx->stall_ns, now - begin, memory_order_relaxed);
-    check_stop(ctx);
-    uint64_t limit = ctx->ms->deadline_ns + time_stopped(op, now);
-    if (now - op->started_ns > limit && !atomic_load(&ctx->failed)) {
-        /* an operation over many experts may take longer than that; one read may not */
-        uint64_t age = ms_stream_read_age(ctx->ms->stream, entry->slot, op->slice);
-        if (age > limit) {
-            moestream_error e = {.struct_size = sizeof(e)};
-            ms_stream_deadline_error(ctx->ms->stream, entry->slot, op->slice, age, &e);
-            ms_context_fail(ctx, &e);
-        }
-    }
-}
-
-/* Other contexts hold every slot: they give them back without needing anything of ours. */
-static void wait_for_slots(moestream_context * ctx) {
-    uint64_t begin = ms_now_ns();
-    ms_stream_wait_free(ctx->ms->stream);
-    uint64_t now = ms_now_ns();
-    atomic_fetch_add_explicit(&ctx->stall_ns, now - begin, memory_order_relaxed);
-    check_stop(ctx);
-    uint64_t since = atomic_load_explicit(&ctx->op.slots_since_ns, memory_order_relaxed);
-    if (now - since > ctx->ms->deadline_ns + time_stopped(&ctx->op, now) && !atomic_load(&ctx->failed)) {
-        moestream_error e = {.struct_size = sizeof(e)};
-        ms_fail(&e, MOESTREAM_ERR_IO, ETIMEDOUT,
-                "no slot of the cache became free in %.1f s (deadline_ms): reads into all of them, for this "
-                "or another context, do not end",
-                (double) (now - since) * 1e-9);
-        ms_context_fail(ctx, &e);
-    }
-}
+/* ---- the work of one thread ---- */
 
 /* Once an operation, by the first thread that finds nothing to compute. */
 static bool may_predict(moestream_context * ctx) {
@@ -399,14 +341,14 @@ static void work(moestream_context * ctx, int ith) {
         } else if (may_predict(ctx)) {
             ms_predict(ctx); /* before the first wait or, with nothing to wait for, before leaving */
         } else if (pending >= 0) {
-            wait_for(ctx, pending);
+            ms_wait_for(ctx, pending);
         } else if (atomic_load_explicit(&op->n_acquired, memory_order_acquire) == op->n_entries) {
             return; /* all handed out; ggml's barrier waits for those who still compute */
         } else if (!take_more(ctx)) {
             if (atomic_load(&op->n_done) < atomic_load(&op->n_acquired)) {
                 ms_relax(idle++); /* a slot of ours comes back when another thread ends its chunk */
             } else {
-                wait_for_slots(ctx);
+                ms_wait_for_slots(ctx);
             }
         }
     }

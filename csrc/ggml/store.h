@@ -190,6 +190,10 @@ bool ms_compute_rows(moestream_context * ctx, int ith, const ms_entry * entry, c
 void ms_zero_rows(moestream_context * ctx, const ms_entry * entry, int64_t r0, int64_t r1);
 void ms_zero_all(const struct ggml_tensor * dst);
 
+/* expert_wait.c: for the slice of entry i; for a slot that another context holds */
+void ms_wait_for(moestream_context * ctx, int i);
+void ms_wait_for_slots(moestream_context * ctx);
+
 /* predict.c */
 moestream_status ms_predict_init(moestream * ms, moestream_error * err);
 /* Reads ahead for the layer behind the operation that is running. */

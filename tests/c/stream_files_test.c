@@ -4,6 +4,14 @@
 #include "check.h"
 #include "support/stream_rig.h"
 
+/* While another thread assigns some. */
+static int slots_used(const rig * r) {
+    pthread_mutex_lock(&r->stream->lock);
+    int n = r->stream->cache.used;
+    pthread_mutex_unlock(&r->stream->lock);
+    return n;
+}
+
 TEST(a_warm_start_fills_free_slots_and_evicts_nothing) {
     rig r = {.script = {.seed = 3, .reorder = true, .delay_turns = 3}};
     REQUIRE(rig_open(&r, 6, NULL));
@@ -22,7 +30,7 @@ TEST(a_warm_start_fills_free_slots_and_evicts_nothing) {
                      {.group = 2}};
     CHECK(ms_stream_warm(r.stream, list, sizeof list / sizeof list[0], &err) == MOESTREAM_OK);
     uint64_t give_up = ms_now_ns() + (uint64_t) PATIENCE_S * 1000000000u;
-    while (r.stream->cache.used < 6 && ms_now_ns() < give_up) {
+    while (slots_used(&r) < 6 && ms_now_ns() < give_up) {
         ms_stream_poll(r.stream); /* the thread collects, too; the scripted engine takes turns */
     }
     ms_stream_warm_stop(r.stream);
