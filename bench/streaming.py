@@ -49,6 +49,8 @@ class Variant:
     limited: bool = True
     recall: float = 0.8
     n_seq: int = 1
+    idle_s: float = 0.0  # between the load and the prompt, as while somebody types
+    warm: bool = False  # with the list of an earlier run
     without_ahead: str = ""  # the variant that reads what this cache has to read, and nothing more
 
 
@@ -65,6 +67,8 @@ VARIANTS: dict[str, Variant] = {
     "stream, no cache": Variant(options={"cache": 0, **OFF}),
     "stream, one of four sequences": Variant(options={"cache": "10%", **OFF}),
     "stream, four sequences": Variant(options={"cache": "10%", **OFF}, n_seq=4),
+    "stream, after 8 s": Variant(options=OFF, idle_s=8),
+    "stream, warm start, after 8 s": Variant(options=OFF, idle_s=8, warm=True),
     "stream, all in cache": Variant(options={"cache": "100%"}, limited=False, recall=0.0),
     "upstream mmap": Variant("mmap"),
     "upstream resident": Variant("resident", limited=False),
@@ -80,7 +84,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--preset", choices=sorted(synthetic.PRESETS), help="synthetic model, made in --dir if absent")
     parser.add_argument("--dir", type=Path, default=Path("models"), help="where presets are kept (default: models)")
     parser.add_argument("--layers", type=int, help="cut the preset to so many layers")
-    parser.add_argument("--prompt-twice", action="store_true", help="compute the prompt a second time, timed apart")
+    parser.add_argument("--prompt-twice", action="store_true", help="compute all a second time, timed apart")
     parser.add_argument("--trace", type=Path, help="recorded routing (see traces.py)")
     parser.add_argument(
         "--variants",
@@ -179,6 +183,11 @@ def run(
                 job.update(
                     replay=str(replays[variant.n_seq]), replay_recall=variant.recall, replay_library=str(library)
                 )
+            if variant.warm:
+                job["stream"]["warm_start"] = str(folder / "warm.txt")
+                if not (folder / "warm.txt").exists():
+                    bench.run_worker(job, name)  # the run before
+            job["idle_s"] = variant.idle_s
             bench.drop_caches()
             with bench.memory_cgroup(limit if variant.limited else None) as procs:
                 answer = bench.run_worker({**job, "cgroup_procs": procs}, name)

@@ -334,6 +334,7 @@ static void work(moestream_context * ctx, int ith) {
         int i = next_chunk(ctx, &chunk, &pending);
         if (i >= 0) {
             compute_chunk(ctx, ith, i, chunk);
+            ms_stream_poll(ctx->ms->stream); /* what has arrived is counted, and reads that wait go down */
             if (atomic_fetch_sub_explicit(&ctx->entry[i].left, 1, memory_order_acq_rel) == 1) {
                 finish_entry(ctx, i);
             }

@@ -167,8 +167,7 @@ moestream_status ms_store_open(moestream ** out, const char * path, const moestr
             st = copy_replay(ms, p, err);
         }
         if (st == MOESTREAM_OK && p->warm_start != NULL && p->cache_none == 0) {
-            ms->warm_path = strdup(p->warm_start);
-            st = ms->warm_path != NULL ? st : ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for a path");
+            st = ms_warm_list_use(ms, p->warm_start, err);
         }
         if (st == MOESTREAM_OK) {
             ms->dense_data = ms_calloc((size_t) ms->plan->index.n_tensors + 1, sizeof(*ms->dense_data));

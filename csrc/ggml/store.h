@@ -217,7 +217,9 @@ moestream_status ms_load_begin(moestream * ms, moestream_error * err);
 moestream_status ms_load_end(moestream * ms, const struct llama_model * model, moestream_error * err);
 moestream_status ms_load_model(moestream * ms, struct llama_model ** out, const struct llama_model_params * params,
                                moestream_error * err);
-/* warm_list.c: begins the warm start that the file asks for; writes the file anew. Failures are logged. */
+/* warm_list.c. `use` notes where the list is kept: IO or INVALID where it must not or cannot be written. `read` begins the
+ * warm start that the file asks for, `write` writes it anew; their failures are logged. */
+moestream_status ms_warm_list_use(moestream * ms, const char * path, moestream_error * err);
 void ms_warm_list_read(moestream * ms);
 void ms_warm_list_write(moestream * ms);
 /* load_file.c */

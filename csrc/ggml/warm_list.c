@@ -2,15 +2,18 @@
  * ggml/warm_list: the file that remembers which experts were in the cache, for a warm start of the next run.
  * A text: a first line that says what it is and of which model (layers, experts, bytes of experts), then "layer expert" per
  * line, the most recently used first.
- * Guarantees: a list of another model, or no list at all, is said and passed over; the file is replaced as a whole or not
- * at all (a new file with an unguessable name in the same folder, then a rename).
+ * Guarantees: only a file that is not there, is empty or begins as such a list is written; a list of another model is said
+ * and passed over; the file is replaced as a whole or not at all (a new file with an unguessable name in the same folder,
+ * then a rename).
  * Never writes anything unless the caller named a file; never reads a byte of an expert itself.
  */
 #include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "ggml/store.h"
@@ -40,22 +43,98 @@ static int group_of_layer(const ms_index * index, int layer) {
     return -1;
 }
 
+/* ---- which file it may be ---- */
+
+/* May the list be read from, and later put in place of, what is at `path` now? Only a regular file that begins as a list
+ * does, an empty one, or none: a path given by mistake must not cost anybody a file. The file is left open in `*out`, NULL
+ * where there is none or nothing in it. */
+static moestream_status open_list(const moestream * ms, const char * path, FILE ** out, moestream_error * err) {
+    *out = NULL;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a named pipe would wait for a writer */
+    if (fd < 0 && errno == ENOENT) {
+        return MOESTREAM_OK;
+    }
+    struct stat st;
+    if (fd < 0 || fstat(fd, &st) != 0) {
+        int e = errno;
+        if (fd >= 0) {
+            close(fd);
+        }
+        return ms_fail(err, MOESTREAM_ERR_IO, e, "warm_start '%s' could not be opened: %s", path, strerror(e));
+    }
+    const ms_index * index = &ms->plan->index;
+    char begin[sizeof(MAGIC)] = "";
+    ms_file_id id = ms_file_id_of(&st);
+    bool model = false;
+    for (int i = 0; i < index->n_files; i++) {
+        model |= id.device == index->file_id[i].device && id.inode == index->file_id[i].inode;
+    }
+    bool list = S_ISREG(st.st_mode) && !model &&
+                (st.st_size == 0 ||
+                 (pread(fd, begin, sizeof(MAGIC) - 1, 0) == (ssize_t) sizeof(MAGIC) - 1 && strcmp(begin, MAGIC) == 0));
+    *out = list && st.st_size > 0 ? fdopen(fd, "r") : NULL;
+    if (*out == NULL) {
+        close(fd);
+    }
+    return list ? MOESTREAM_OK
+                : ms_fail(
+                      err, MOESTREAM_ERR_INVALID, 0,
+                      "warm_start '%s' is %s, which would be overwritten; name a file that is not there, is empty, or "
+                      "was written as such a list",
+                      path, model ? "the model itself" : "not a list of experts");
+}
+
+/* Where the list goes: behind links, so that not the link is replaced. NULL without memory. */
+static char * resolved(const char * path) {
+    char * real = realpath(path, NULL);
+    return real != NULL ? real : ms_strdup(path);
+}
+
+moestream_status ms_warm_list_use(moestream * ms, const char * path, moestream_error * err) {
+    FILE * f = NULL;
+    moestream_status st = open_list(ms, path, &f, err);
+    if (f != NULL) {
+        fclose(f);
+    }
+    if (st != MOESTREAM_OK) {
+        return st;
+    }
+    ms->warm_path = resolved(path);
+    if (ms->warm_path == NULL) {
+        return ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for a path");
+    }
+    char * slash = strrchr(ms->warm_path, '/');
+    if (slash != NULL) {
+        *slash = '\0';
+    }
+    const char * folder = slash == NULL ? "." : (ms->warm_path[0] == '\0' ? "/" : ms->warm_path);
+    int e = access(folder, W_OK | X_OK) == 0 ? 0 : errno;
+    if (slash != NULL) {
+        *slash = '/';
+    }
+    return e == 0 ? MOESTREAM_OK
+                  : ms_fail(err, MOESTREAM_ERR_IO, e, "warm_start '%s' could not be written: %s", path, strerror(e));
+}
+
+/* ---- reading and writing ---- */
+
 void ms_warm_list_read(moestream * ms) {
     const ms_index * index = &ms->plan->index;
     if (ms->warm_path == NULL || ms->stream == NULL) {
         return;
     }
-    FILE * f = fopen(ms->warm_path, "re");
+    moestream_error err = {.struct_size = sizeof(err)};
+    FILE * f = NULL;
+    if (open_list(ms, ms->warm_path, &f, &err) != MOESTREAM_OK) {
+        ms_log(MS_LOG_WARN, "no warm start: %s", err.message);
+    }
     if (f == NULL) {
-        ms_log(errno == ENOENT ? MS_LOG_INFO : MS_LOG_WARN, "no warm start from '%s': %s", ms->warm_path,
-               strerror(errno));
         return;
     }
     char want[160], line[160];
     first_line(index, want, sizeof(want));
     if (fgets(line, sizeof(line), f) == NULL || strcmp(line, want) != 0) {
-        ms_log(MS_LOG_WARN,
-               "no warm start: '%s' is not a list of this model; it will be replaced when the model is closed",
+        ms_log(MS_LOG_WARN, "no warm start: '%s' is a list of another model; it is replaced when this one is closed",
                ms->warm_path);
         fclose(f);
         return;
@@ -69,7 +148,6 @@ void ms_warm_list_read(moestream * ms) {
         list[n++] = (ms_hot) {.group = group_of_layer(index, layer), .expert = expert};
     }
     fclose(f);
-    moestream_error err = {.struct_size = sizeof(err)};
     if (list == NULL || ms_stream_warm(ms->stream, list, n, &err) != MOESTREAM_OK) {
         ms_log(MS_LOG_WARN, "no warm start: %s", list == NULL ? "no memory for the list" : err.message);
     }
@@ -95,6 +173,15 @@ void ms_warm_list_write(moestream * ms) {
     ms_stream_get_stats(ms->stream, &stats);
     if (stats.n_hits + stats.n_misses == 0) {
         return; /* nothing ran: what the last run left is worth more */
+    }
+    moestream_error err = {.struct_size = sizeof(err)};
+    FILE * there = NULL;
+    if (open_list(ms, ms->warm_path, &there, &err) != MOESTREAM_OK) { /* it is another file by now */
+        ms_log(MS_LOG_WARN, "the list for a warm start was not written: %s", err.message);
+        return;
+    }
+    if (there != NULL) {
+        fclose(there);
     }
     size_t n_path = strlen(ms->warm_path) + 8;
     ms_hot * list = ms_calloc((size_t) stats.n_slots + 1, sizeof(*list));

@@ -169,7 +169,8 @@ typedef struct moestream_params {
     double
         replay_recall; /* share of the recorded experts that reading ahead is told before; 0 = it is off under replay */
     /* A file that remembers which experts were in the cache, NULL for none: read behind the load, the experts it lists
-     * fill the cache while the disk is idle; written anew by moestream_close. */
+     * fill the cache while the disk is idle; written anew by moestream_close. Only a file that is not there, is empty or
+     * is such a list: INVALID for any other, IO where it cannot be written. */
     const char * warm_start;
 } moestream_params;
 

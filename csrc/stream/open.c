@@ -307,6 +307,7 @@ moestream_status ms_stream_resize(ms_stream * s, uint64_t cache_bytes, moestream
         fresh.cache.n_evictions = s->cache.n_evictions; /* totals go on */
         old = parts_of(s);
         use_parts(s, &fresh);
+        s->options.cache_none = false; /* whoever gives it memory wants it used */
         describe(s);
     }
     pthread_mutex_unlock(&s->lock);

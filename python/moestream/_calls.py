@@ -40,7 +40,12 @@ class ContextHandles:
         self.in_call = False
         self.closed = False
         self.at_exit = False  # the interpreter is ending; the call that is stopped for it ends its thread quietly
-        model.enter()
+        self.entered = False  # counted among the users of the model
+
+    def enter(self) -> None:
+        """Holds the model open; `free` lets it go. Raises ClosedError where it is closed."""
+        self.model.enter()
+        self.entered = True
 
     def cancel(self) -> None:
         """Asks the call in flight, if any, to stop. Any thread, without the lock."""
@@ -59,19 +64,27 @@ class ContextHandles:
                 raise BusyError("the context was closed from inside one of its own calls")
             if self.closed:
                 return
-            self.closed = True
-            lib, null = native.lib, native.ffi.NULL
-            if self.context != null:
-                lib.llama_free(self.context)
-            for pool in self.pools:
-                lib.ggml_threadpool_free(pool)
-            if self.hook != null:
-                lib.moestream_context_free(self.hook)
-            self.context = self.hook = null
-            self.pools = []
+            if self.at_exit:
+                self._free_now()  # a helper thread can no longer be counted on
+            else:
+                uninterrupted(self._free_now)
         finally:
             self.call_lock.release()
-        self.model.leave()
+
+    def _free_now(self) -> None:
+        lib, null = native.lib, native.ffi.NULL
+        self.closed = True
+        if self.context != null:
+            lib.llama_free(self.context)
+        for pool in self.pools:
+            lib.ggml_threadpool_free(pool)
+        if self.hook != null:
+            lib.moestream_context_free(self.hook)
+        self.context = self.hook = null
+        self.pools = []
+        if self.entered:
+            self.entered = False
+            self.model.leave()
 
 
 def free_at_exit(handles: ContextHandles) -> None:
@@ -169,3 +182,17 @@ def in_helper_thread(work: Callable[[], int], cancel: Callable[[], None]) -> int
     if failed:
         raise failed[0]
     return result[0]
+
+
+def uninterrupted(work: Callable[[], None]) -> None:
+    """Runs `work`, which makes something in C and notes it in Python: in the main thread by way of the helper, since an
+    interrupt between C's return and the note would lose what was made. The interrupt is raised afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        work()
+        return
+
+    def run() -> int:
+        work()
+        return 0
+
+    in_helper_thread(run, lambda: None)

@@ -328,12 +328,15 @@ def _measure_mode(job: dict[str, Any]) -> dict[str, Any]:
         tokens = np.random.default_rng(job["seed"]).integers(0, model.n_vocab, n_prompt + n * n_seq)
         n_ctx = (n_prompt + n) * n_seq
         with model.context(n_ctx, n_batch=max(n_prompt, job["n_ubatch"]), **context_options) as context:
+            time.sleep(job.get("idle_s", 0.0))
             started = time.monotonic()
             context.decode(tokens[:n_prompt])
             prefill_s = time.monotonic() - started
             prompt = context.stats()["total"]
             prefill_again_s = None
             if job.get("prompt_twice"):
+                for token in tokens[n_prompt:]:  # so that the tokens below find their experts in the cache
+                    context.decode([token])
                 context.clear()
                 started = time.monotonic()
                 context.decode(tokens[:n_prompt])

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moestream import _native_api as native
 from moestream import advice, host, logs
-from moestream._calls import Call, ContextHandles, free_at_exit, in_helper_thread
+from moestream._calls import Call, ContextHandles, free_at_exit, in_helper_thread, uninterrupted
 from moestream.errors import (
     ClosedError,
     ContextFullError,
@@ -121,7 +121,7 @@ class Context:
                 self._callback = eval_callback  # has to live as long as the context
                 params.cb_eval = native.ffi.cast(native.ffi.typeof(params.cb_eval), eval_callback[0])
                 params.cb_eval_user_data = native.ffi.cast("void *", eval_callback[1])
-            self._create(params, n_threads, n_threads_batch, threadpool)
+            uninterrupted(lambda: self._create(params, n_threads, n_threads_batch, threadpool))
         except BaseException:
             self._finalizer()
             logs.drain()
@@ -173,6 +173,7 @@ class Context:
     def _create(self, params: Any, n_threads: int, n_threads_batch: int, threadpool: bool) -> None:
         ffi, lib, handles = native.ffi, native.lib, self._handles
         err = native.new_error()
+        handles.enter()
         if self.model.streaming:
             out = ffi.new("moestream_context **")
             native.check(lib.moestream_context_init(out, handles.model.store, params, err), err)

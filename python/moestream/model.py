@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moestream import _native_api as native
 from moestream import logs
-from moestream._calls import refuse_after_fork
+from moestream._calls import refuse_after_fork, uninterrupted
 from moestream.errors import ClosedError, InternalError, UnsupportedError
 from moestream.load_modes import load_modes, locked_bytes, mode_used, set_load_mode
 from moestream.placement import (
@@ -67,8 +67,9 @@ class ModelHandles:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.store: Any = native.ffi.NULL
-        self.model: Any = native.ffi.NULL
+        # C writes to these itself: an interrupt between its return and an assignment here would lose what it made.
+        self.store_cell: Any = native.ffi.new("moestream **")
+        self.model_cell: Any = native.ffi.new("struct llama_model **")
         self.keep: list[Any] = []  # arrays that C points into while the model lives
         self._users = 0
         self._closing = False
@@ -89,6 +90,16 @@ class ModelHandles:
             self._idle.notify_all()
 
     @property
+    def store(self) -> Any:
+        """The moestream *, NULL before it is opened and after it is closed."""
+        return self.store_cell[0]
+
+    @property
+    def model(self) -> Any:
+        """The llama_model *, NULL before it is loaded and after it is freed."""
+        return self.model_cell[0]
+
+    @property
     def closing(self) -> bool:
         return self._closing
 
@@ -101,8 +112,14 @@ class ModelHandles:
             self._closing = True
             if not self._idle.wait_for(lambda: self._users == 0, timeout):
                 return
-            model, self.model = self.model, native.ffi.NULL
-            store, self.store = self.store, native.ffi.NULL
+        if timeout is None:
+            uninterrupted(self._free_now)
+        else:
+            self._free_now()  # at exit a helper thread can no longer be counted on
+
+    def _free_now(self) -> None:
+        model, self.model_cell[0] = self.model, native.ffi.NULL
+        store, self.store_cell[0] = self.store, native.ffi.NULL
         if model != native.ffi.NULL:
             native.lib.llama_model_free(model)
         if store != native.ffi.NULL:
@@ -194,7 +211,7 @@ class Model:
         logs.forget()
         self.path = os.fsdecode(native.encode_path(path))
         try:
-            self._handles.store, self.plan = open_store(self.path, self._options, strict=strict)
+            self.plan = open_store(self.path, self._options, self._handles.store_cell, strict=strict)
             params = self._model_params(
                 load_mode, use_extra_bufts, devices, split_mode, main_gpu, tensor_split, kv_overrides, vocab_only
             )
@@ -262,15 +279,14 @@ class Model:
         return params
 
     def _load(self, params: Any, progress: ProgressOption) -> None:
-        out, err = native.ffi.new("struct llama_model **"), native.new_error()
+        err = native.new_error()
         shown = Progress(progress, "loading")
         _loading.progress, _loading.caught = shown, None
         try:
-            status = native.lib.moestream_load_model(self._handles.store, out, params, err)
+            status = native.lib.moestream_load_model(self._handles.store, self._handles.model_cell, params, err)
         finally:
             caught, _loading.progress, _loading.caught = _loading.caught, None, None
             shown.close()
-        self._handles.model = out[0] if status == 0 else native.ffi.NULL
         if caught is not None:
             raise caught
         native.check(status, err, self.path)

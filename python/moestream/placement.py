@@ -14,6 +14,7 @@ from typing import Any
 
 from moestream import _native_api as native
 from moestream import logs
+from moestream._calls import uninterrupted
 from moestream.errors import InvalidError
 from moestream.stream import Stream, as_stream
 
@@ -481,29 +482,36 @@ def open_plan(path: str | os.PathLike[str], options: PlaceOptions, libllama: Any
 
 
 def open_store(
-    path: str | os.PathLike[str], options: PlaceOptions, *, strict: bool, libllama: Any = None
-) -> tuple[Any, Plan]:
-    """moestream_open with these options: the store, which the caller closes, and the plan that is in force.
+    path: str | os.PathLike[str], options: PlaceOptions, out: Any, *, strict: bool, libllama: Any = None
+) -> Plan:
+    """moestream_open with these options: returns the plan that is in force.
 
-    `libllama` is a handle that is bound, None for ours. Raises what Model raises; nothing is left open then.
+    `out` is a moestream *[1] of the caller's that C writes the store to; the caller closes it. `libllama` is a handle
+    that is bound, None for ours. Raises what Model raises; nothing is left open then, and `out` is NULL.
     """
-    ffi, lib = native.ffi, native.lib
+    lib = native.lib
     raw_path = native.encode_path(path)
     if options.stream is not None and options.stream.replay is not None:
         options.check_replay(open_plan(path, options))  # before C reads as many numbers as the model has layers
     params, keep = options.to_c(options.resolve_cache(path, libllama), libllama)
-    out, err = ffi.new("moestream **"), native.new_error()
-    native.check(lib.moestream_open(out, raw_path, params, err), err, os.fsdecode(raw_path))
-    del keep
+    err = native.new_error()
     try:
+        native.check(lib.moestream_open(out, raw_path, params, err), err, os.fsdecode(raw_path))
+        del keep
         made = read_plan(lib.moestream_get_plan(out[0]), os.fsdecode(raw_path))
         options.check_layers(made)
         if strict:
             refuse_warnings(made)
     except BaseException:
-        lib.moestream_close(out[0], ffi.NULL)
+        uninterrupted(lambda: _close_cell(out))
         raise
-    return out[0], made
+    return made
+
+
+def _close_cell(cell: Any) -> None:
+    store, cell[0] = cell[0], native.ffi.NULL
+    if store != native.ffi.NULL:
+        native.lib.moestream_close(store, native.ffi.NULL)
 
 
 def read_plan(handle: Any, path: str) -> Plan:

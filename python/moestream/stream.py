@@ -36,7 +36,8 @@ class Stream:
         verify: keep a checksum of each slice and compare it on every use (slow; for diagnosis).
         deadline_s: seconds after which a read that has not come back fails the call.
         warm_start: a file that remembers which experts the cache held when the model was closed. If it is there, they
-            are read again after the load, while the disk is idle. Nothing is written unless a file is named.
+            are read again after the load, while the disk is idle. Nothing is written unless a file is named, only to
+            one that is not there, is empty, or is such a list.
         replay: for benchmarks: experts to use instead of the router's choice, int32 [n_tokens, n_layer, n_expert_used],
             from the first token on, beginning anew at its end. The logits are then meaningless.
         replay_recall: under replay, the share of right guesses that reading ahead is given, 0 (none is made) to 1.
@@ -73,6 +74,10 @@ class Stream:
         deadline = self.deadline_s
         if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not 0.001 <= deadline <= 4294967:
             raise ValueError(f"deadline_s was {deadline!r}; it is a number of seconds from 0.001 to 4294967")
+        if self.warm_start is not None and not (
+            isinstance(self.warm_start, (str, os.PathLike)) and str(self.warm_start)
+        ):
+            raise ValueError(f"warm_start was {self.warm_start!r}; it is the path of a file")
         if not 0.0 <= self.replay_recall <= 1.0:
             raise ValueError(f"replay_recall was {self.replay_recall!r}; it is a share from 0 to 1")
         if self.replay is not None and (self.replay.ndim != 3 or self.replay.size == 0):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import pathlib
+import shutil
 import time
 from collections.abc import Callable
 
@@ -11,6 +13,7 @@ import pytest
 from support import compare as c
 
 import moestream as ms
+from moestream import logs
 
 IDS = c.tokens(24, 512)
 WORK = c.prompts_then_tokens((9, 24), 4)
@@ -52,7 +55,7 @@ def test_the_second_run_finds_the_experts_of_the_first(
         c.same_bits(plain, run(path, list_file, **options)[0], f"warm, {options}")  # type: ignore[arg-type]
 
 
-def test_wrong_lists_are_said_and_replaced(
+def test_a_list_of_another_model_is_said_and_replaced(
     tiny_moe: Callable[..., pathlib.Path], tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     list_file = tmp_path / "hot.txt"
@@ -61,13 +64,13 @@ def test_wrong_lists_are_said_and_replaced(
     path = tiny_moe("Q4_K")
     plain, _ = run(path, None, wait=False)
     good = ""
-    for text in (of_another, "", "\0\xff rubbish", of_another[:10]):
+    for text, said in ((of_another, True), ("moestream warm start 1\nrubbish", True), ("", False)):
         list_file.write_text(text)
         with caplog.at_level(logging.WARNING, "moestream"):
             caplog.clear()
             out, stats = run(path, list_file)
-        c.same_bits(plain, out, f"with a list of {text[:20]!r}")
-        assert "is not a list of this model" in caplog.text
+        c.same_bits(plain, out, f"with a list of {text[:30]!r}")
+        assert ("is a list of another model" in caplog.text) == said
         assert stats["warm_n_reads"] == 0
         good = list_file.read_text()
         assert good != text
@@ -78,10 +81,47 @@ def test_wrong_lists_are_said_and_replaced(
     assert stats["warm_cache_used_bytes"] > 0
 
 
-def test_a_list_that_cannot_be_written_is_a_warning(
+def test_no_other_file_is_ever_overwritten(tiny_moe: Callable[..., pathlib.Path], tmp_path: pathlib.Path) -> None:
+    """A path given by mistake costs nobody a file: the model, a text, a pipe, a device, a folder, a link to one."""
+    path = tmp_path / "model.gguf"
+    shutil.copyfile(tiny_moe("Q4_K"), path)
+    text, pipe, link = tmp_path / "thesis.txt", tmp_path / "pipe", tmp_path / "link"
+    text.write_text("my thesis")
+    os.mkfifo(pipe)
+    link.symlink_to(path)
+    before = path.read_bytes()
+    for wrong in (path, text, pipe, link, tmp_path, pathlib.Path("/dev/null")):
+        with pytest.raises((ms.InvalidError, ms.ReadError), match="warm_start"):
+            ms.Model(path, stream=ms.Stream(cache="min", warm_start=wrong))
+    with pytest.raises(ms.ReadError, match="no such folder"):
+        ms.Model(path, stream=ms.Stream(cache="min", warm_start=tmp_path / "no such folder" / "hot.txt"))
+    for nonsense in ("", 5):
+        with pytest.raises(ValueError, match="warm_start was"):
+            ms.Stream(warm_start=nonsense)  # type: ignore[arg-type]
+    assert path.read_bytes() == before
+    assert text.read_text() == "my thesis"
+    assert pathlib.Path("/dev/null").is_char_device()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_file_that_appears_while_the_model_runs_is_kept(
     tiny_moe: Callable[..., pathlib.Path], tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    list_file = tmp_path / "hot.txt"
     with caplog.at_level(logging.WARNING, "moestream"):
-        run(tiny_moe("Q4_K"), tmp_path / "no such folder" / "hot.txt", wait=False)
-    assert "could not be written" in caplog.text
-    assert "hot.txt" in caplog.text
+        with ms.Model(tiny_moe("Q4_K"), stream=ms.Stream(cache="min", warm_start=list_file)) as model:
+            with model.context(64, n_threads=1) as context:
+                context.decode([1, 2, 3])
+            list_file.write_text("somebody's")
+        logs.drain()
+    assert list_file.read_text() == "somebody's"
+    assert "was not written" in caplog.text
+
+
+def test_the_list_goes_behind_a_link(tiny_moe: Callable[..., pathlib.Path], tmp_path: pathlib.Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "hot.txt"
+    target.touch()
+    link.symlink_to(target)
+    run(tiny_moe("Q4_K"), link, wait=False)
+    assert link.is_symlink()
+    assert target.read_text().startswith("moestream warm start 1")

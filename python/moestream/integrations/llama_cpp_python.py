@@ -342,9 +342,10 @@ def _session(llm: Any) -> _Session:
 
 def _open(path: bytes, options: PlaceOptions, strict: bool) -> _Session:
     """A store that drives llama-cpp-python's library."""
-    store, plan = open_store(os.fsdecode(path), options, strict=strict, libllama=_installed.libllama)
+    cell = native.ffi.new("moestream **")
+    plan = open_store(os.fsdecode(path), options, cell, strict=strict, libllama=_installed.libllama)
     _warnings.extend(plan.warnings)
-    return _Session(store, plan, options.stream is not None)
+    return _Session(cell[0], plan, options.stream is not None)
 
 
 def _close(session: _Session) -> None:
