@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from moestream import _native_api as native
 from moestream import bench, doctor, host, verify
@@ -45,11 +45,17 @@ from moestream.stream import Stream
 DEMO_PROMPT = "Describe a walk along the sea in one paragraph."
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line: the list of 40 options above it would hide what was wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        """Says what made no sense, and ends the program with status 2."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
-        prog="moestream", description="Run Mixture-of-Experts models larger than memory on llama.cpp."
-    )
+    parser = Parser(prog="moestream", description="Run Mixture-of-Experts models larger than memory on llama.cpp.")
     parser.add_argument("--version", action="store_true", help="show version and llama.cpp commit, and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
