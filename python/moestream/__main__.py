@@ -2,7 +2,7 @@
 
 import sys
 
-from moestream.cli import main
+from moestream_program import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,9 +23,12 @@ def long_prompt(context: Context, n_tokens: int) -> None:
     cache = context.model.stats()["cache_bytes"]
     if pieces < 2 or n_unused > 0.5 or cache > 0.9 * plan.full_cache_bytes:
         return
+    larger = f"n_ubatch (up to n_batch={context.n_batch})"
+    if context.n_ubatch >= context.n_batch:  # llama.cpp takes the smaller of both
+        larger = f"n_ubatch together with n_batch (now {context.n_batch})"
     _logger.warning(
         "%d tokens are computed in %d pieces of n_ubatch=%d, and each reads most of the %s of experts again: a larger "
-        "n_ubatch (up to n_batch=%d) reads them fewer times, and takes more memory for the computation",
-        n_tokens, pieces, context.n_ubatch, format_bytes(plan.expert_bytes), context.n_batch,
+        "%s reads them fewer times, and takes more memory for the computation",
+        n_tokens, pieces, context.n_ubatch, format_bytes(plan.expert_bytes), larger,
     )  # fmt: skip
     context.advised = True

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,19 +28,21 @@ from typing import Any
 
 MODES = ("stream", "resident", "mmap")
 DISK_BYTES = 2 * 1024**3
+LEAST_MEMORY = 32 * 1024**2
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    from moestream.cli_options import add_stream_options
+    from moestream.cli_options import add_compute_options, add_stream_options, whole
 
     parser.add_argument("--modes", default="stream,resident,mmap", metavar="LIST", help="of stream, resident, mmap")
-    parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="random tokens in the prompt")
-    parser.add_argument("--tokens", "-n", type=int, default=64, metavar="N", help="tokens decoded one by one")
-    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="runs of each mode; the median is reported")
-    parser.add_argument("--threads", "-t", type=int, metavar="N", help="compute threads (default: physical cores)")
-    parser.add_argument("--ubatch", type=int, default=512, metavar="N", help="most tokens computed at once")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the tokens")
+    parser.add_argument("--prompt-tokens", type=whole(1), default=128, metavar="N", help="random tokens in the prompt")
+    parser.add_argument("--tokens", "-n", type=whole(1), default=64, metavar="N", help="tokens decoded one by one")
+    parser.add_argument(
+        "--repeats", type=whole(1), default=1, metavar="N", help="runs of each mode; the median is reported"
+    )
+    add_compute_options(parser)
+    parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help="seed of the tokens")
     parser.add_argument(
         "--memory-limit",
         metavar="SIZE",
@@ -52,7 +55,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def command(args: argparse.Namespace) -> int:
     """Runs the command."""
     from moestream.cli import note, print_json
-    from moestream.cli_options import UsageError, given_stream_options
+    from moestream.cli_options import UsageError, given_stream_options, refuse_small_cache
+    from moestream.errors import UnsupportedError
     from moestream.placement import plan
     from moestream.sizes import parse_size
     from moestream.stream import Stream
@@ -61,15 +65,23 @@ def command(args: argparse.Namespace) -> int:
     unknown = [mode for mode in modes if mode not in MODES]
     if unknown or not modes:
         raise UsageError(f"--modes was {args.modes!r}; it is a list of {', '.join(MODES)}")
-    for name in ("prompt_tokens", "tokens", "repeats", "ubatch"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} was {getattr(args, name)}; it is at least 1")
-    limit = parse_size(args.memory_limit, "--memory-limit") if args.memory_limit else None
+    limit = parse_size(args.memory_limit, "--memory-limit") if args.memory_limit is not None else None
+    if limit is not None and limit < LEAST_MEMORY:
+        raise UsageError(
+            f"--memory-limit was {args.memory_limit}, which is too small: Python and llama.cpp alone take "
+            f"{LEAST_MEMORY >> 20} MiB"
+        )
     if (limit or args.drop_caches) and os.geteuid() != 0:
         raise UsageError("--memory-limit and --drop-caches need root")
     stream = Stream(**given_stream_options(args))
     if "stream" in modes:
-        plan(args.model, stream=stream)  # what is wrong with the model or the options is said before anything runs
+        # What is wrong with the model or the options is said before anything runs.
+        made = plan(args.model, stream=stream)
+        if not made.expert_bytes:
+            raise UnsupportedError(
+                f"{args.model} has no experts; there is nothing to stream (--modes resident,mmap measures the others)"
+            )
+        refuse_small_cache(stream, made)
     work = {
         "path": args.model,
         "prompt_tokens": args.prompt_tokens,
@@ -147,9 +159,10 @@ def run_worker(job: dict[str, Any], mode: str | None) -> dict[str, Any]:
     """One run in its own process; its answer is the last line of its stdout.
 
     Raises:
-        InternalError: the process died (the signal is named: a memory limit kills) or reported an error.
+        OutOfMemoryError: it was killed, as its memory limit does. InternalError: it died of another signal, which is
+        named, or reported an error.
     """
-    from moestream.errors import InternalError
+    from moestream.errors import InternalError, OutOfMemoryError
 
     worker = subprocess.Popen(
         [sys.executable, "-m", "moestream.bench"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -161,6 +174,8 @@ def run_worker(job: dict[str, Any], mode: str | None) -> dict[str, Any]:
         worker.wait()
         raise
     lines = out.strip().splitlines()
+    if worker.returncode == -signal.SIGKILL and job.get("cgroup_procs"):
+        raise OutOfMemoryError(f"the {mode or job['mode']} run was killed: its memory limit is too small for it")
     if worker.returncode < 0:
         raise InternalError(f"the {mode or job['mode']} run was killed by signal {-worker.returncode}")
     answer: dict[str, Any] = json.loads(lines[-1]) if lines else {"error": f"it ended with {worker.returncode}"}
@@ -239,12 +254,12 @@ def cgroup_use(procs: str | None) -> dict[str, int]:
 def worker_main() -> int:
     """Reads one job from stdin, does it, prints the answer as JSON."""
     job = json.loads(sys.stdin.readline())
-    if job.get("cgroup_procs"):
-        # Before anything is loaded, so that all of it counts.
-        Path(job["cgroup_procs"]).write_text(str(os.getpid()), encoding="ascii")
     from moestream.errors import MoestreamError
 
     try:
+        if job.get("cgroup_procs"):
+            # Before llama.cpp is loaded, so that all of it counts.
+            Path(job["cgroup_procs"]).write_text(str(os.getpid()), encoding="ascii")
         answer = _measure_disk(job) if job["mode"] == "disk" else _measure_mode(job)
     except (MoestreamError, OSError, ValueError, MemoryError) as error:
         answer = {"error": f"{type(error).__name__}: {error}"}

@@ -7,13 +7,14 @@ not work (or verify found a difference), 2 the command line made no sense, 130 i
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from moestream import _native_api as native
 from moestream import bench, doctor, host, verify
@@ -28,23 +29,33 @@ from moestream.cli_options import (
     expert_plan,
     load_arguments,
     place_arguments,
+    real,
+    some_text,
+    unicode_text,
+    whole,
 )
-from moestream.errors import MoestreamError
+from moestream.errors import ContextFullError, FormatError, MoestreamError
 from moestream.generation import Generation
 from moestream.logs import set_log_level
 from moestream.model import Model
-from moestream.placement import Plan, plan
+from moestream.placement import Plan
 from moestream.sizes import format_bytes
 from moestream.stream import Stream
 
 DEMO_PROMPT = "Describe a walk along the sea in one paragraph."
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line: the list of 40 options above it would hide what was wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        """Says what made no sense, and ends the program with status 2."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
-        prog="moestream", description="Run Mixture-of-Experts models larger than memory on llama.cpp."
-    )
+    parser = Parser(prog="moestream", description="Run Mixture-of-Experts models larger than memory on llama.cpp.")
     parser.add_argument("--version", action="store_true", help="show version and llama.cpp commit, and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
@@ -87,26 +98,31 @@ def build_parser() -> argparse.ArgumentParser:
     facts.set_defaults(call=doctor.command)
 
     demo = command("demo", "Make the demo model and stream a paragraph from it.", needs_model=False)
-    demo.add_argument("--experts", type=int, default=16, metavar="N", help="experts of the demo model (default: 16)")
+    demo.add_argument(
+        "--experts", type=whole(2, 1024), default=16, metavar="N", help="experts of the demo model (default: 16)"
+    )
     demo.add_argument("--cache-dir", metavar="DIR", help="where the demo model is kept")
-    demo.add_argument("--prompt", "-p", default=DEMO_PROMPT, help="what to ask")
-    demo.add_argument("--tokens", "-n", type=int, default=160, metavar="N", help="most tokens to make")
+    demo.add_argument("--prompt", "-p", type=unicode_text, default=DEMO_PROMPT, help="what to ask")
+    demo.add_argument("--tokens", "-n", type=whole(1), default=160, metavar="N", help="most tokens to make")
     add_stream_options(demo, switch=False)
     demo.set_defaults(call=cmd_demo)
     return parser
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", "-p", metavar="TEXT", help="the prompt (default: stdin)")
-    parser.add_argument("--system", metavar="TEXT", help="system message for the chat template")
-    parser.add_argument("--raw", action="store_true", help="continue the text itself, without the chat template")
-    parser.add_argument("--tokens", "-n", type=int, default=256, metavar="N", help="most tokens to make")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    parser.add_argument("--seed", type=int, metavar="N")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the output here; may repeat")
+    parser.add_argument("--prompt", "-p", type=unicode_text, metavar="TEXT", help="the prompt (default: stdin)")
+    template = parser.add_mutually_exclusive_group()
+    template.add_argument("--system", type=unicode_text, metavar="TEXT", help="system message for the chat template")
+    template.add_argument("--raw", action="store_true", help="continue the text itself, without the chat template")
+    parser.add_argument("--tokens", "-n", type=whole(1), default=256, metavar="N", help="most tokens to make")
+    parser.add_argument("--temperature", type=real(0), default=0.0, metavar="T", help="0 takes the likeliest token")
+    parser.add_argument("--top-k", type=whole(0), default=0, metavar="K")
+    parser.add_argument("--top-p", type=real(0, 1), default=1.0, metavar="P")
+    parser.add_argument("--min-p", type=real(0, 1), default=0.0, metavar="P")
+    parser.add_argument("--seed", type=whole(0, 2**32 - 2), metavar="N")
+    parser.add_argument(
+        "--stop", type=some_text, action="append", default=[], metavar="TEXT", help="end the output here; may repeat"
+    )
 
 
 # ---- commands -------------------------------------------------------------------------------------------------------
@@ -114,14 +130,10 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def cmd_run(args: argparse.Namespace) -> int:
     """moestream run"""
-    prompt = args.prompt
-    if prompt is None:
-        if sys.stdin.isatty():
-            raise UsageError("give a prompt with -p TEXT, or on stdin")
-        prompt = sys.stdin.read()
+    prompt = read_prompt() if args.prompt is None else args.prompt
     placed = place_arguments(args)
-    made = plan(args.model, **placed)
-    stream = chosen_stream(args, made)
+    stream, made = chosen_stream(args, placed)
+    note_not_streamed(args, stream, made)
     started = time.monotonic()
     with Model(args.model, stream=stream, progress=show_bars(args), **placed, **load_arguments(args)) as model:
         load_s = time.monotonic() - started
@@ -131,6 +143,8 @@ def cmd_run(args: argparse.Namespace) -> int:
             sampling = {
                 name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
             }
+            if args.system and model.chat_template is None:
+                note("the model has no chat template; --system is not used")
             if args.raw or model.chat_template is None:
                 generation = context.generate(prompt, args.tokens, **sampling)
             else:
@@ -144,6 +158,27 @@ def cmd_run(args: argparse.Namespace) -> int:
     else:
         note(speed_line(report))
     return 0
+
+
+def read_prompt() -> str:
+    """The prompt on stdin. Raises UsageError where there is none."""
+    if sys.stdin.isatty():
+        raise UsageError("give a prompt with -p TEXT, or on stdin")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    try:
+        prompt = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt on stdin is not UTF-8 ({error.reason} at byte {error.start})") from None
+    if not prompt:
+        raise UsageError("stdin was empty; give a prompt with -p TEXT, or on stdin")
+    return prompt
+
+
+def note_not_streamed(args: argparse.Namespace, stream: Stream | None, made: Plan) -> None:
+    """Says that a model with experts is loaded without streaming, where nobody asked for that."""
+    if stream is None and args.stream is None and made.expert_bytes:
+        note("not streamed: the placement rules keep all experts elsewhere")
 
 
 def cmd_info(args: argparse.Namespace) -> int:
@@ -160,7 +195,7 @@ def cmd_info(args: argparse.Namespace) -> int:
         print_json(facts)
         return 0
     print(f"{made.path}: {made.n_layer} blocks, {len(made.tensors)} tensors in {made.n_files} file(s)")
-    if made.n_expert:
+    if made.expert_bytes:
         print(f"experts: {made.n_expert} per block, {made.n_expert_used} used per token", end="")
         print(f", from block {made.first_moe_layer} on" if made.first_moe_layer else "")
         print(f"routed experts: {format_bytes(made.expert_bytes)}, other weights: {format_bytes(made.dense_bytes)}")
@@ -177,10 +212,8 @@ def cmd_info(args: argparse.Namespace) -> int:
 def cmd_plan(args: argparse.Namespace) -> int:
     """moestream plan"""
     placed = place_arguments(args)
-    made = plan(args.model, **placed)
-    stream = chosen_stream(args, made)
-    if stream is not None:
-        made = plan(args.model, stream=stream, **placed)
+    stream, made = chosen_stream(args, placed)
+    note_not_streamed(args, stream, made)
     if args.json:
         print_json(made.as_dict())
         return 0
@@ -200,14 +233,14 @@ def print_plan(made: Plan, tensors: bool, layers: bool) -> None:
             sides = [("experts", row.experts), ("other", row.dense)]
             texts = [f"{side} {format_bytes(n)} {place}" for side, held in sides for place, n in held.items()]
             print(f"{name:14}  " + ", ".join(texts))
-    for i, rule in enumerate(made.rules):
+    for i, rule in enumerate(made.rules, 1):  # as errors and warnings count them
         print(f"rule {i} ({rule.origin}): {rule.pattern} -> {rule.place}: {rule.n_matched} tensors, ", end="")
         print(format_bytes(rule.bytes))
     for warning in made.warnings:
         note(f"warning: {warning}")
     if tensors:
         for tensor in made.tensors:
-            rule_text = "" if tensor.rule is None else f"  rule {tensor.rule}"
+            rule_text = "" if tensor.rule is None else f"  rule {tensor.rule + 1}"
             print(f"{tensor.name:40} {tensor.type:8} {format_bytes(tensor.bytes):>10}  {tensor.place}{rule_text}")
 
 
@@ -325,8 +358,20 @@ def print_json(value: Any) -> None:
 # ---- entry ----------------------------------------------------------------------------------------------------------
 
 
+def prepare_streams() -> None:
+    """Makes stdin, stdout and stderr fit to be used: one that is closed (>&-) reads and writes nothing, and its number
+    is not given to the next file that is opened; a character that the terminal cannot show is shown escaped."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 (stays open)
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
+    prepare_streams()
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.version:
@@ -350,15 +395,13 @@ def main(argv: list[str] | None = None) -> int:
         # Whoever read our output has left; nothing more can be said to them, and Python must not try at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except UsageError as error:
+    except (UsageError, MoestreamError, OSError, MemoryError, ValueError) as error:
         note(f"moestream {args.command}: {error}")
-        return 2
-    except (MoestreamError, OSError, MemoryError) as error:
-        note(f"moestream {args.command}: {error}")
-        return 1
-    except ValueError as error:
-        note(f"moestream {args.command}: {error}")
-        return 2
+        # A ValueError is about the options, but for those that tell of a file or of the length of a prompt.
+        about_options = isinstance(error, (UsageError, ValueError)) and not isinstance(
+            error, (FormatError, ContextFullError)
+        )
+        return 2 if about_options else 1
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from moestream import _native_api as native
-from moestream import advice, host, logs
+from moestream import advice, checks, context_options, logs
 from moestream._calls import Call, ContextHandles, free_at_exit, in_helper_thread, uninterrupted
 from moestream.errors import (
     ClosedError,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     FloatArray = npt.NDArray[np.float32]
 
 Tokens = Sequence[int] | Any  # a sequence of ints or a one-dimensional integer numpy array
-_POOLING = ("unspecified", "none", "mean", "cls", "last", "rank")
 
 
 class Context:
@@ -58,15 +57,17 @@ class Context:
         embeddings: also compute embeddings.
         pooling: "none", "mean", "cls", "last", "rank"; None for the model's own.
         flash_attn: True, False, or None for llama.cpp's choice.
-        type_k, type_v: storage type of the KV cache, such as "f16" or "q8_0"; None for llama.cpp's choice.
+        type_k, type_v: storage type of the KV cache: "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1" or
+            "iq4_nl"; None for llama.cpp's choice.
         kv_unified: share one buffer among the sequences; None for llama.cpp's choice.
         offload_kqv: keep the KV cache on the device; None for llama.cpp's choice.
         threadpool: give the context threads that live as long as it does (llama.cpp's own tools do the same).
-        eval_callback: llama.cpp's cb_eval and its user data, addresses of a C function and of its state; both live as
-            long as the context. Streaming asks it, too.
+        eval_callback: llama.cpp's cb_eval and its user data, addresses of a C function and of its state (None for no
+            state), each an int or a cffi pointer; both live as long as the context. Streaming asks it, too.
 
     Raises:
-        ValueError, TypeError: an option that makes no sense. InternalError: llama.cpp refused, with what it said.
+        ValueError, TypeError: an option that makes no sense, named. InternalError: llama.cpp refused, and said why.
+        UnsupportedError: the model has a vocabulary only (vocab_only), or this llama.cpp has no such option.
     """
 
     def __init__(
@@ -89,39 +90,33 @@ class Context:
         threadpool: bool = True,
         eval_callback: tuple[Any, Any] | None = None,
     ) -> None:
+        if model.vocab_only:
+            raise UnsupportedError("the model was loaded with vocab_only; it has no weights to decode with")
         self.model = model
-        if n_ctx is None:
-            n_ctx = min(4096, model.n_ctx_train) if model.n_ctx_train > 0 else 4096
-        n_threads = _positive("n_threads", host.physical_cores() if n_threads is None else n_threads, 512)
-        n_threads_batch = _positive("n_threads_batch", n_threads if n_threads_batch is None else n_threads_batch, 512)
-        if n_ctx != 0:
-            _positive("n_ctx", n_ctx, 2**31 - 1)
-            n_batch = min(_positive("n_batch", n_batch, 2**31 - 1), n_ctx)
-        n_ubatch = min(_positive("n_ubatch", n_ubatch, 2**31 - 1), n_batch)
+        sizes = context_options.sizes(
+            model.n_ctx_train, n_ctx, n_batch, n_ubatch, n_threads, n_threads_batch, n_seq_max
+        )
+        checks.switch("embeddings", embeddings)
+        checks.switch("threadpool", threadpool)
+        choices = {"flash_attn": flash_attn, "kv_unified": kv_unified, "offload_kqv": offload_kqv}
+        for name, value in choices.items():
+            checks.switch(name, value, or_none=True)
         self._handles = ContextHandles(model._handles)
         self._finalizer = weakref.finalize(self, free_at_exit, self._handles)
         try:
-            params = self._params(
-                {
-                    "n_ctx": n_ctx,
-                    "n_batch": n_batch,
-                    "n_ubatch": n_ubatch,
-                    "n_threads": n_threads,
-                    "n_threads_batch": n_threads_batch,
-                    "n_seq_max": _positive("n_seq_max", n_seq_max, 2**31 - 1),
-                    "embeddings": embeddings,
-                    "kv_unified": kv_unified,
-                    "offload_kqv": offload_kqv,
-                },
-                {"type_k": type_k, "type_v": type_v},
-                pooling,
-                flash_attn,
+            params = context_options.make_params(
+                {**sizes, "embeddings": embeddings, "kv_unified": kv_unified, "offload_kqv": offload_kqv},
+                type_k=type_k,
+                type_v=type_v,
+                pooling=pooling,
+                flash_attn=flash_attn,
+                eval_callback=eval_callback,
+                abort_flag=self._handles.abort_flag,
             )
-            if eval_callback is not None:
-                self._callback = eval_callback  # has to live as long as the context
-                params.cb_eval = native.ffi.cast(native.ffi.typeof(params.cb_eval), eval_callback[0])
-                params.cb_eval_user_data = native.ffi.cast("void *", eval_callback[1])
-            uninterrupted(lambda: self._create(params, n_threads, n_threads_batch, threadpool))
+            self._callback = eval_callback  # has to live as long as the context
+            # Each sequence has a buffer of its own then, and llama.cpp ends the process if asked to copy a part of one.
+            self._separate = sizes["n_seq_max"] > 1 and not getattr(params, "kv_unified", True)
+            uninterrupted(lambda: self._create(params, sizes["n_threads"], sizes["n_threads_batch"], threadpool))
         except BaseException:
             self._finalizer()
             logs.drain()
@@ -134,41 +129,6 @@ class Context:
         logs.drain()
 
     # ---- making it --------------------------------------------------------------------------------------------------
-
-    def _params(
-        self,
-        plain: Mapping[str, Any],
-        kv_types: Mapping[str, str | None],
-        pooling: str | None,
-        flash_attn: bool | None,
-    ) -> Any:
-        ffi, lib = native.ffi, native.lib
-        params = ffi.new("struct llama_context_params *", lib.llama_context_default_params())
-        fields = {name for name, _ in ffi.typeof("struct llama_context_params").fields}
-        for name, value in plain.items():
-            if value is None:
-                continue
-            if name not in fields:
-                raise UnsupportedError(f"{name}: this llama.cpp has no such option")
-            setattr(params, name, value)
-        for name, kind in kv_types.items():
-            if kind is not None:
-                setattr(params, name, native.enumerator(name, f"GGML_TYPE_{kind.upper()}", kind))
-        if pooling is not None:
-            if pooling not in _POOLING:
-                raise ValueError(f"pooling was {pooling!r}; it is one of {', '.join(_POOLING)}")
-            params.pooling_type = native.enumerator("pooling", f"LLAMA_POOLING_TYPE_{pooling.upper()}", pooling)
-        if flash_attn is not None:
-            if "flash_attn_type" in fields:
-                params.flash_attn_type = (
-                    lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash_attn else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
-                )
-            else:
-                params.flash_attn = flash_attn
-        # Our own flag is asked between the nodes of a graph; moestream_context_init chains it behind its own.
-        params.abort_callback = ffi.addressof(native._raw, "ms_native_abort")
-        params.abort_callback_data = self._handles.abort_flag
-        return params
 
     def _create(self, params: Any, n_threads: int, n_threads_batch: int, threadpool: bool) -> None:
         ffi, lib, handles = native.ffi, native.lib, self._handles
@@ -358,19 +318,16 @@ class Context:
     def _start(self, pos: int | None, seq_id: int, n: int) -> int:
         if self._lost is not None:
             raise InvalidError(f"{self._lost}; call clear() before decoding again")
-        if isinstance(seq_id, bool) or not isinstance(seq_id, int) or not 0 <= seq_id < self.n_seq_max:
-            raise ValueError(f"seq_id was {seq_id!r}; it is 0 to {self.n_seq_max - 1}")
+        seq_id = self._checked_seq(seq_id)
         n_past = native.lib.llama_memory_seq_pos_max(self._memory, seq_id) + 1
-        start = n_past if pos is None else pos
-        if not 0 <= start <= n_past:
-            raise ValueError(f"pos was {pos}; the sequence holds {n_past} tokens, so it is 0 to {n_past}")
+        start = n_past if pos is None else checks.whole("pos", pos, 0, n_past, " (the tokens that the sequence holds)")
         if self._n_ctx_seq is not None and start + n > self._n_ctx_seq:
             raise ContextFullError(
                 f"{n} tokens did not fit at position {start}: the context holds {self._n_ctx_seq} per sequence"
             )
         if start < n_past and not native.lib.llama_memory_seq_rm(self._memory, seq_id, start, -1):
             raise UnsupportedError(f"this model cannot go back to position {start}; clear() and start again")
-        return int(start)
+        return start
 
     def _decode_batch(self, n: int) -> int:
         """llama_decode of what is in the batch arrays.
@@ -412,18 +369,11 @@ class Context:
             self._lost = f"a failed call left sequence {seq_id} in a state that this model cannot take back"
 
     def _checked_tokens(self, tokens: Tokens) -> Any:
-        import numpy as np
+        return checks.token_array(tokens, self.model.n_vocab)
 
-        ids = np.asarray(tokens)
-        if ids.ndim != 1 or ids.size == 0:
-            raise ValueError(f"tokens had the shape {list(ids.shape)}; give one or more token numbers")
-        if ids.dtype.kind not in "iu":
-            raise ValueError(f"tokens were of type {ids.dtype}; they are whole numbers")
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.model.n_vocab:
-            wrong = low if low < 0 else high
-            raise ValueError(f"token {wrong} is not in the vocabulary (0 to {self.model.n_vocab - 1})")
-        return ids
+    def _checked_seq(self, seq_id: Any, name: str = "seq_id") -> int:
+        """A sequence that there is; llama.cpp ends the process for one that there is not."""
+        return checks.whole(name, seq_id, 0, self.n_seq_max - 1, "" if self.n_seq_max > 1 else " (n_seq_max is 1)")
 
     def _view(self, pointer: Any, rows: int, columns: int) -> Any:
         """llama.cpp's own float buffer as an array; valid until the next call."""
@@ -471,7 +421,11 @@ class Context:
             ValueError: an option that makes no sense, an empty prompt. The errors of decode, while iterating.
         """
         options = SamplingOptions(temperature, top_k, top_p, min_p, seed)
-        _positive("max_tokens", max_tokens, 2**31 - 1)
+        checks.whole("max_tokens", max_tokens, 1, 2**31 - 1)
+        seq_id = self._checked_seq(seq_id)
+        switches = {"parse_special": parse_special, "special": special, "ignore_eog": ignore_eog}
+        for name, value in switches.items():
+            checks.switch(name, value)
         if isinstance(prompt, str):
             prompt = self.model.tokenize(prompt, add_special=self.n_past(seq_id) == 0, parse_special=parse_special)
         ids = self._checked_tokens(prompt)
@@ -521,7 +475,8 @@ class Context:
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def n_past(self, seq_id: int = 0) -> int:
-        """Tokens that a sequence holds (one more than its largest position)."""
+        """Tokens that a sequence holds (one more than its largest position). ValueError: no such sequence."""
+        seq_id = self._checked_seq(seq_id)
         with self._call():
             return int(native.lib.llama_memory_seq_pos_max(self._memory, seq_id)) + 1
 
@@ -535,24 +490,45 @@ class Context:
         self._lost = None
 
     def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
-        """Drops positions p0 to p1 - 1 (-1: from the start, to the end). False where the model cannot."""
+        """Drops positions p0 to p1 - 1 (-1: from the start, to the end) of one sequence. False where the model cannot.
+
+        Raises:
+            ValueError: a sequence that there is not (`clear` drops all), or no positions.
+        """
+        seq_id, (p0, p1) = self._checked_seq(seq_id), _positions(p0, p1)
         with self._call():
             return bool(native.lib.llama_memory_seq_rm(self._memory, seq_id, p0, p1))
 
     def seq_cp(self, source: int, target: int, p0: int = -1, p1: int = -1) -> None:
-        """Gives sequence `target` the positions p0 to p1 - 1 of `source`."""
-        for seq_id in (source, target):
-            if not 0 <= seq_id < self.n_seq_max:
-                raise ValueError(f"sequence {seq_id} does not exist; there are 0 to {self.n_seq_max - 1}")
+        """Gives sequence `target` the positions p0 to p1 - 1 of `source`.
+
+        Raises:
+            ValueError: a sequence that there is not, or no positions.
+            UnsupportedError: a part of a sequence, in a context whose sequences have buffers of their own.
+        """
+        source, target = self._checked_seq(source, "source"), self._checked_seq(target, "target")
+        p0, p1 = _positions(p0, p1)
+        lib, memory = native.lib, self._memory
         with self._call():
-            native.lib.llama_memory_seq_cp(self._memory, source, target, p0, p1)
+            if self._separate and source != target:
+                first, last = lib.llama_memory_seq_pos_min(memory, source), lib.llama_memory_seq_pos_max(memory, source)
+                if p0 > max(first, 0) or 0 <= p1 <= last:
+                    raise UnsupportedError(
+                        f"p0={p0}, p1={p1} is a part of sequence {source}; without kv_unified=True only all of it "
+                        "can be copied"
+                    )
+                p0 = p1 = -1
+            lib.llama_memory_seq_cp(memory, source, target, p0, p1)
 
     def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
         """Moves positions p0 to p1 - 1 by delta.
 
         Raises:
+            ValueError: a sequence that there is not, or no positions.
             UnsupportedError: the model's memory cannot shift.
         """
+        seq_id, (p0, p1) = self._checked_seq(seq_id), _positions(p0, p1)
+        checks.whole("delta", delta, -(2**30), 2**30)
         with self._call():
             if not native.lib.llama_memory_can_shift(self._memory):
                 raise UnsupportedError("the memory of this model cannot shift positions")
@@ -570,11 +546,15 @@ class Context:
         """Puts back what `state_get` gave.
 
         Raises:
-            InvalidError: not a state of such a context.
+            InvalidError: not a state of such a context. TypeError: no bytes.
         """
+        try:
+            raw = memoryview(state).cast("B")
+        except TypeError:
+            raise TypeError(f"state was {checks.shown(state)}; it is the bytes that state_get gave") from None
         ffi, lib = native.ffi, native.lib
         with self._call() as pointer:
-            if not state or lib.llama_state_set_data(pointer, ffi.from_buffer("uint8_t[]", state), len(state)) == 0:
+            if not raw or lib.llama_state_set_data(pointer, ffi.from_buffer("uint8_t[]", raw), len(raw)) == 0:
                 said = logs.last_llama_error()
                 raise InvalidError(f"the state was not taken: {said or 'it is not one of a context like this'}")
             self._lost = None
@@ -604,10 +584,9 @@ class Context:
             return {"streaming": True, "call": stats_dict(call), "total": stats_dict(total)}
 
 
-def _positive(name: str, value: Any, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ValueError(f"{name} was {value!r}; it is a whole number from 1 to {most}")
-    return value
+def _positions(p0: Any, p1: Any) -> tuple[int, int]:
+    """A range of positions; -1 is the start, or the end."""
+    return checks.whole("p0", p0, -1, 2**31 - 1), checks.whole("p1", p1, -1, 2**31 - 1)
 
 
 __all__ = ["Context", "Generation"]

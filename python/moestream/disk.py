@@ -27,7 +27,11 @@ def slice_rate(path: str | os.PathLike[str], stream: Stream, n_bytes: int) -> fl
     params, keep = options.to_c(options.resolve_cache(path))
     out, err = native.ffi.new("moestream **"), native.new_error()
     raw = native.encode_path(path)
-    native.check(native.lib.moestream_open(out, raw, params, err), err, os.fsdecode(raw))
+    try:
+        native.check(native.lib.moestream_open(out, raw, params, err), err, os.fsdecode(raw))
+    except BaseException:
+        logs.drain(quiet=True)
+        raise
     del keep
     try:
         rate = native.ffi.new("double *")
@@ -35,7 +39,7 @@ def slice_rate(path: str | os.PathLike[str], stream: Stream, n_bytes: int) -> fl
         return float(rate[0])
     finally:
         native.check(native.lib.moestream_close(out[0], err), err)
-        logs.drain()
+        logs.drain(quiet=True)  # the cache is as small as can be here, which is no advice to anybody
 
 
 def try_direct(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -72,11 +72,12 @@ def capture() -> None:
     native.check(native.lib.moestream_log_capture(native.ffi.NULL, _level, err), err)
 
 
-def drain(explained: bool = False) -> None:
+def drain(explained: bool = False, quiet: bool = False) -> None:
     """Hands all waiting lines to Python's logging. Costs one C call when there is none.
 
     Args:
         explained: an exception is about to say what happened; llama.cpp's lines about it go out at DEBUG.
+        quiet: all lines go out at DEBUG: they are about a measurement of our own, not about what the caller does.
     """
     take = native.lib.moestream_log_take
     with _lock:
@@ -92,7 +93,7 @@ def drain(explained: bool = False) -> None:
             _recent_errors.append(text)
         if not text:
             continue
-        shown = logging.DEBUG if explained and source else _PYTHON_LEVEL.get(level, logging.INFO)
+        shown = logging.DEBUG if quiet or (explained and source) else _PYTHON_LEVEL.get(level, logging.INFO)
         for n, known in _count(source, shown, text, repeats):
             logger.log(shown, "%s%s", known, f" (repeated {n} times)" if n else "")
 

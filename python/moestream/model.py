@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from moestream import _native_api as native
-from moestream import logs
+from moestream import checks, logs
 from moestream._calls import refuse_after_fork, uninterrupted
 from moestream.errors import ClosedError, InternalError, UnsupportedError
 from moestream.load_modes import load_modes, locked_bytes, mode_used, set_load_mode
@@ -187,6 +187,11 @@ class Model:
         strict: bool = False,
         vocab_only: bool = False,
     ) -> None:
+        for name, value in {"strict": strict, "vocab_only": vocab_only}.items():
+            checks.switch(name, value)
+        checks.switch("use_extra_bufts", use_extra_bufts, or_none=True)
+        if not callable(progress):
+            checks.switch("progress", progress)
         self._handles = ModelHandles()
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self._finalizer = weakref.finalize(self, _free_at_exit, self._handles)
@@ -206,8 +211,7 @@ class Model:
         if self._options.stream is not None and use_extra_bufts is None:
             use_extra_bufts = False
         native.bind()
-        if load_mode not in load_modes():
-            raise ValueError(f"load_mode was {load_mode!r}; it is one of {', '.join(load_modes())}")
+        checks.one_of("load_mode", load_mode, load_modes())
         logs.forget()
         self.path = os.fsdecode(native.encode_path(path))
         try:
@@ -232,6 +236,7 @@ class Model:
         self.n_embd: int = native.lib.llama_model_n_embd(model)
         self.n_ctx_train: int = native.lib.llama_model_n_ctx_train(model)
         self.n_expert: int = self.plan.n_expert
+        self.vocab_only = vocab_only
         logs.drain()
 
     # ---- loading ----------------------------------------------------------------------------------------------------
@@ -265,15 +270,17 @@ class Model:
                 "split_mode", f"LLAMA_SPLIT_MODE_{str(split_mode).upper()}", split_mode
             )
         if main_gpu is not None:
-            params.main_gpu = main_gpu
+            params.main_gpu = checks.whole("main_gpu", main_gpu, -1, 2**31 - 1)
         if tensor_split is not None:
             most = lib.llama_max_devices()
-            if len(tensor_split) > most or any(not share >= 0 for share in tensor_split):
-                raise ValueError(f"tensor_split was {tensor_split!r}; it is up to {most} shares, 0 or more")
-            shares = ffi.new("float[]", [*tensor_split, *[0.0] * (most - len(tensor_split))])
+            given = checks.listed("tensor_split", tensor_split, f"up to {most} shares, 0 or more")
+            if len(given) > most:
+                raise ValueError(f"tensor_split has {len(given)} shares; there are at most {most} devices")
+            given = [checks.real("tensor_split", share, 0, 1e30, "a list of numbers") for share in given]
+            shares = ffi.new("float[]", [*given, *[0.0] * (most - len(given))])
             keep.append(shares)
             params.tensor_split = shares
-        if kv_overrides:
+        if kv_overrides is not None:
             params.kv_overrides = _kv_override_list(kv_overrides, keep)
         params.progress_callback = native._raw.ms_native_progress
         return params
@@ -345,8 +352,11 @@ class Model:
         Args:
             add_special: begin and end as the model was trained to (usually with its BOS token).
             parse_special: read "<|im_end|>" and the like as control tokens instead of as plain text.
+
+        Raises:
+            TypeError: not a str. ValueError: a str that was read from bytes that are not UTF-8.
         """
-        raw = text.encode("utf-8")
+        raw = checks.utf8("text", text)
         ffi, lib = native.ffi, native.lib
         with self._using():
             size = len(raw) + 2
@@ -364,9 +374,9 @@ class Model:
         """The text of tokens; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
-            ValueError: a token outside the vocabulary.
+            TypeError: not a list of whole numbers. ValueError: a token outside the vocabulary.
         """
-        ids = self._checked_tokens(tokens)
+        ids = checks.token_list(tokens, self.n_vocab)
         ffi, lib = native.ffi, native.lib
         with self._using():
             array, size = ffi.new("int32_t[]", ids), 8 * len(ids) + 16
@@ -380,9 +390,9 @@ class Model:
 
     def token_to_piece(self, token: int, special: bool = True) -> bytes:
         """The bytes a token stands for (not always whole characters); control tokens give b"" without `special`."""
-        self._checked_tokens([token])
+        (number,) = checks.token_list([token], self.n_vocab)
         with self._using():
-            return self._piece(token, special)
+            return self._piece(number, special)
 
     def _piece(self, token: int, special: bool) -> bytes:
         """token_to_piece for a caller that has checked and holds the model."""
@@ -395,17 +405,11 @@ class Model:
             size = -n
         raise InternalError(f"llama.cpp could not turn token {token} into text")
 
-    def _checked_tokens(self, tokens: Sequence[int]) -> list[int]:
-        ids = [int(token) for token in tokens]
-        for token in ids:
-            if not 0 <= token < self.n_vocab:
-                raise ValueError(f"token {token} is not in the vocabulary (0 to {self.n_vocab - 1})")
-        return ids
-
     def is_eog(self, token: int) -> bool:
-        """Whether a token ends a generation."""
+        """Whether a token ends a generation. ValueError: a token outside the vocabulary."""
+        (number,) = checks.token_list([token], self.n_vocab)
         with self._using():
-            return bool(native.lib.llama_vocab_is_eog(self._vocab, token))
+            return bool(native.lib.llama_vocab_is_eog(self._vocab, number))
 
     @property
     def chat_template(self) -> str | None:
@@ -426,20 +430,24 @@ class Model:
 
         Raises:
             UnsupportedError: the model has no template, or not one that llama.cpp knows.
-            ValueError: a message without role or content.
+            ValueError: a message without role or content. TypeError: no list of messages, or no text as template.
         """
-        chosen = template or self.chat_template
-        if chosen is None:
-            raise UnsupportedError("the model has no chat template; give one, or use a plain prompt")
+        given = checks.listed("messages", messages, '{"role": text, "content": text}')
+        if template is not None:
+            checks.utf8("template", template)
         ffi = native.ffi
         rows, keep, size = [], [], 256
-        for message in messages:
-            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-                raise ValueError(f'a message was {message!r}; it is {{"role": text, "content": text}}')
-            pair = [ffi.new("char[]", message[name].encode("utf-8")) for name in ("role", "content")]
+        for message in given:
+            parts = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None]
+            if not all(isinstance(part, str) for part in parts):
+                raise ValueError(f'a message was {checks.shown(message)}; it is {{"role": text, "content": text}}')
+            pair = [ffi.new("char[]", checks.utf8("a message", part)) for part in parts]
             keep += pair
             size += 2 * (len(pair[0]) + len(pair[1]))
             rows.append({"role": pair[0], "content": pair[1]})
+        chosen = template or self.chat_template
+        if chosen is None:
+            raise UnsupportedError("the model has no chat template; give one, or use a plain prompt")
         array = ffi.new("struct llama_chat_message[]", rows)
         for _ in range(2):
             buf = ffi.new("char[]", size)
@@ -541,8 +549,8 @@ def device_names() -> list[str]:
 def _device_list(names: Sequence[str], keep: list[Any]) -> Any:
     ffi, lib = native.ffi, native.lib
     found = []
-    for name in names:
-        device = lib.ggml_backend_dev_by_name(str(name).encode())
+    for name in checks.listed("devices", names, "names such as ['CUDA0']"):
+        device = lib.ggml_backend_dev_by_name(checks.utf8("devices: a name", name))
         if device == ffi.NULL:
             raise ValueError(f"device {name!r} was not found; there are {', '.join(device_names())}")
         found.append(device)
@@ -552,22 +560,26 @@ def _device_list(names: Sequence[str], keep: list[Any]) -> Any:
 
 def _kv_override_list(overrides: KVOverrides, keep: list[Any]) -> Any:
     ffi, lib = native.ffi, native.lib
+    if not isinstance(overrides, Mapping):
+        raise TypeError(f"kv_overrides was {checks.shown(overrides)}; it is a mapping of metadata keys to values")
     array = ffi.new("struct llama_model_kv_override[]", len(overrides) + 1)  # the last one, empty, ends the list
     for row, (key, value) in zip(array, overrides.items(), strict=False):
-        raw = key.encode()
+        raw = checks.utf8("kv_overrides: a key", key)
         if not 0 < len(raw) < 128:
             raise ValueError(f"kv_overrides: the key {key!r} has {len(raw)} bytes; 1 to 127 are allowed")
         row.key = raw
         if isinstance(value, bool):
             row.tag, row.val_bool = lib.LLAMA_KV_OVERRIDE_TYPE_BOOL, value
-        elif isinstance(value, int):
+        elif isinstance(value, int) and -(2**63) <= value < 2**63:
             row.tag, row.val_i64 = lib.LLAMA_KV_OVERRIDE_TYPE_INT, value
         elif isinstance(value, float):
             row.tag, row.val_f64 = lib.LLAMA_KV_OVERRIDE_TYPE_FLOAT, value
         elif isinstance(value, str) and len(value.encode()) < 128:
             row.tag, row.val_str = lib.LLAMA_KV_OVERRIDE_TYPE_STR, value.encode()
         else:
-            raise ValueError(f"kv_overrides: the value of {key!r} was {value!r}; int, float, bool or a short text")
+            raise ValueError(
+                f"kv_overrides: the value of {key!r} was {checks.shown(value)}; int, float, bool or a short text"
+            )
     keep.append(array)
     return array
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moestream import _native_api as native
-from moestream import logs
+from moestream import checks, logs
 from moestream._calls import uninterrupted
 from moestream.errors import InvalidError
 from moestream.stream import Stream, as_stream
@@ -343,7 +343,7 @@ class PlaceOptions:
         return cls(
             stream=as_stream(stream),
             n_gpu_layers=max(-(2**31), min(n_gpu_layers, 2**31 - 1)),
-            cpu_moe=bool(cpu_moe),
+            cpu_moe=checks.switch("cpu_moe", cpu_moe),
             n_cpu_moe=min(n_cpu_moe, 2**31 - 1),
             cpu_moe_layers=listed,
             rules=(*parse_overrides(overrides), *_expert_layer_rules(by_place)),
@@ -367,7 +367,8 @@ class PlaceOptions:
                 f"replay has the shape {replay.shape}; this model takes [n_tokens, {want[0]}, {want[1]}]"
             )
         if replay.min() < 0 or replay.max() >= made.n_expert:
-            raise InvalidError(f"replay names expert {replay.max()} (or less than 0); there are {made.n_expert}")
+            at = tuple(int(i[0]) for i in ((replay < 0) | (replay >= made.n_expert)).nonzero())
+            raise InvalidError(f"replay names expert {replay[at]} at {list(at)}; there are {made.n_expert}, from 0 on")
 
     def to_c(self, cache_bytes: int = 0, libllama: Any = None) -> tuple[Any, list[Any]]:
         """A moestream_params, and what must live as long as it is in use. `libllama`: a handle, None for ours."""
@@ -440,6 +441,7 @@ def plan(
         ReadError, FormatError, TruncatedError: the file.
         InvalidError: a pattern or place that means nothing, a shard other than the first; with `strict`, any warning.
     """
+    checks.switch("strict", strict)
     options = PlaceOptions.of(
         stream=stream,
         n_gpu_layers=n_gpu_layers,

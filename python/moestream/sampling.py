@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moestream import _native_api as native
+from moestream import checks
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,9 @@ class TextStream:
     def __init__(self, stop: Sequence[str] = ()) -> None:
         if isinstance(stop, str):
             stop = [stop]
-        self._stop = list(stop)
+        self._stop = checks.listed("stop", stop, "texts")
         if any(not isinstance(text, str) or not text for text in self._stop):
-            raise ValueError(f"stop was {list(stop)!r}; it is a list of texts that are not empty")
+            raise ValueError(f"stop was {checks.shown(self._stop)}; it is a list of texts that are not empty")
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.stopped_at: str | None = None

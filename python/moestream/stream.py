@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from moestream import checks
 from moestream.sizes import CacheSize, parse_cache
 
 if TYPE_CHECKING:
@@ -62,26 +63,21 @@ class Stream:
     def __post_init__(self) -> None:
         parse_cache(self.cache)
         for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(f"{name} was {value!r}; it is one of {', '.join(choices)}")
+            checks.one_of(name, getattr(self, name), choices)
         for name, most in (("queue_depth", 1024), ("readers", 64)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-                raise ValueError(f"{name} was {value!r}; it is a whole number from 0 (choose) to {most}")
+            checks.whole(name, getattr(self, name), 0, most, " (0: the library's choice)")
         if not isinstance(self.verify, bool):
             raise ValueError(f"verify was {self.verify!r}; it is True or False")
-        deadline = self.deadline_s
-        if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not 0.001 <= deadline <= 4294967:
-            raise ValueError(f"deadline_s was {deadline!r}; it is a number of seconds from 0.001 to 4294967")
+        checks.real("deadline_s", self.deadline_s, 0.001, 4294967, "a number of seconds")
         if self.warm_start is not None and not (
             isinstance(self.warm_start, (str, os.PathLike)) and str(self.warm_start)
         ):
             raise ValueError(f"warm_start was {self.warm_start!r}; it is the path of a file")
-        if not 0.0 <= self.replay_recall <= 1.0:
-            raise ValueError(f"replay_recall was {self.replay_recall!r}; it is a share from 0 to 1")
-        if self.replay is not None and (self.replay.ndim != 3 or self.replay.size == 0):
-            raise ValueError(f"replay has the shape {self.replay.shape}; it is [n_tokens, n_layer, n_expert_used]")
+        checks.real("replay_recall", self.replay_recall, 0, 1, "a share")
+        if self.replay is None and self.replay_recall:
+            raise ValueError(f"replay_recall was {self.replay_recall!r} without replay; it is about a replayed routing")
+        if self.replay is not None:
+            _check_replay(self.replay)
 
     @property
     def cache_size(self) -> CacheSize:
@@ -91,6 +87,14 @@ class Stream:
     def constant(self, option: str) -> str:
         """The name of the C constant for a choice option: constant("io") -> "MOESTREAM_IO_AUTO"."""
         return _CHOICES[option][getattr(self, option)]
+
+
+def _check_replay(ids: Any) -> None:
+    kind = getattr(getattr(ids, "dtype", None), "kind", "")  # numpy is not imported for a question
+    if kind not in ("i", "u"):
+        raise ValueError(f"replay was {checks.shown(ids)}; it is an array of int32, [n_tokens, n_layer, n_expert_used]")
+    if ids.ndim != 3 or ids.size == 0:
+        raise ValueError(f"replay has the shape {ids.shape}; it is [n_tokens, n_layer, n_expert_used]")
 
 
 def as_stream(value: Stream | bool | None) -> Stream | None:

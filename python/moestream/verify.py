@@ -14,7 +14,14 @@ from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any
 
 from moestream import host
-from moestream.cli_options import add_stream_options, given_stream_options
+from moestream.cli_options import (
+    add_compute_options,
+    add_stream_options,
+    given_stream_options,
+    refuse_small_cache,
+    some_text,
+    whole,
+)
 from moestream.errors import UnsupportedError
 from moestream.model import Model
 from moestream.placement import plan
@@ -29,12 +36,12 @@ DEFAULT_PROMPT = "The experts of this model are read from the disk when the rout
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("--tokens", "-n", type=int, default=64, metavar="N", help="greedy tokens to compare")
-    parser.add_argument("--prompt", "-p", default=DEFAULT_PROMPT, metavar="TEXT")
-    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="a prompt of N random tokens instead")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the random prompt")
-    parser.add_argument("--ubatch", type=int, default=512, metavar="N", help="most tokens computed at once")
-    parser.add_argument("--threads", "-t", type=int, metavar="N", help="compute threads (default: physical cores)")
+    parser.add_argument("--tokens", "-n", type=whole(1), default=64, metavar="N", help="greedy tokens to compare")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", "-p", type=some_text, default=DEFAULT_PROMPT, metavar="TEXT")
+    prompt.add_argument("--prompt-tokens", type=whole(1), metavar="N", help="a prompt of N random tokens instead")
+    parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help="seed of the random prompt")
+    add_compute_options(parser)
     parser.add_argument(
         "--reference",
         choices=["auto", "resident", "mmap"],
@@ -91,17 +98,19 @@ def verify(
         {"token", "in_prompt", "index", "resident", "streamed"}; and what the comparison was made with.
 
     Raises:
-        UnsupportedError: the model has no experts. The errors of Model and Context.
+        UnsupportedError: the model has no experts. OutOfMemoryError: the cache is too small. The errors of Model and
+        Context.
     """
     if tokens < 1:
         raise ValueError(f"tokens was {tokens}; compare at least one")
-    made = plan(path)
-    if not made.n_expert:
+    stream = stream or Stream()
+    made = plan(path, stream=stream)
+    if not made.expert_bytes:
         raise UnsupportedError(f"{path} has no experts; there is nothing to stream and compare")
+    refuse_small_cache(stream, made)
     if reference == "auto":
         needed = made.expert_bytes + made.dense_bytes
         reference = "resident" if needed < 0.8 * _memory_free() else "mmap"
-    stream = stream or Stream()
     sizes: dict[str, Any] = {"n_ubatch": n_ubatch, "n_threads": n_threads}
     with tempfile.TemporaryFile(prefix="moestream-verify-") as rows:
         load_mode = {"resident": "none", "mmap": "mmap"}[reference]

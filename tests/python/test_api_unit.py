@@ -442,3 +442,13 @@ def test_host_facts_are_sane() -> None:
     assert 0 < host.rss() <= host.peak_rss()
     limit = host.cgroup_memory()
     assert limit is None or limit[0] > 0
+
+
+def test_the_exceptions_are_listed_once() -> None:
+    import moestream as ms
+
+    text = (ROOT / "docs" / "streaming.md").read_text(encoding="utf-8")
+    kinds = [name for name in ms.__all__ if name.endswith("Error") and name != "MoestreamError"]
+    assert [name for name in kinds if text.count(f"\n| `{name}`") != 1] == []
+    fields = ms.Stream.__dataclass_fields__
+    assert [name for name in fields if f"`{name}`" not in text] == []
