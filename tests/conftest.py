@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import signal
 import subprocess
 from collections.abc import Callable
 
@@ -64,3 +65,8 @@ def _named(name: str) -> Callable[[], pathlib.Path]:
 
 for _name in models.MODELS:
     globals()[f"_fixture_{_name}"] = _named(_name)
+
+
+# A shell that starts something in the background has it ignore SIGINT, and with it every process that tests start:
+# those that tests interrupt would not notice.
+signal.signal(signal.SIGINT, signal.default_int_handler)
