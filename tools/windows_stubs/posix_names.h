@@ -27,6 +27,10 @@ enum { SIG_SETMASK = 2 };
 /* ggml/expert_rows.c: scratch memory on cache lines; Windows has _aligned_malloc, which _aligned_free must free */
 void * aligned_alloc(size_t alignment, size_t n);
 
+/* ggml/warm_list.c: a path that may be anything (Windows: _fullpath; no named pipes among files) */
+#define O_NONBLOCK 0
+char * realpath(const char * path, char * resolved);
+
 /* ggml/load_file.c: a FILE of our own */
 typedef int64_t off64_t;
 typedef struct cookie_io_functions_t {
