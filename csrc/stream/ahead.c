@@ -55,6 +55,15 @@ void ms_ahead_settle_locked(ms_stream * s, int group) {
     }
 }
 
+void ms_ahead_keep_locked(ms_stream * s, int group, const int32_t * experts, int n) {
+    for (int i = 0; i < n && s->ahead_open[group] > 0; i++) {
+        int slot = ms_slot_find(&s->cache, group, experts[i]);
+        if (slot >= 0 && s->cache.slot[slot].prefetched) {
+            ms_slot_touch(&s->cache, slot);
+        }
+    }
+}
+
 int ms_stream_prefetch(ms_stream * s, int group, const int32_t * experts, int n, uint64_t spare_after,
                        moestream_stats * counts) {
     moestream_stats mine = {0};

@@ -232,6 +232,9 @@ int ms_stream_acquire(ms_stream * s, const ms_demand * d, const int32_t * expert
     int n_slices = s->index->group[d->group].n_slices, got = 0, n_fresh = 0;
     pthread_mutex_lock(&s->lock);
     s->n_operations += d->begins;
+    if (d->leader && !d->scan) {
+        ms_ahead_keep_locked(s, d->group, experts, n);
+    }
     for (; got < n; got++) {
         int slot = ms_slot_find(&s->cache, d->group, experts[got]);
         bool fresh = slot < 0;
