@@ -225,12 +225,14 @@ static inline bool agrees(const rig * r, int bank, int k, int rows, int n_tokens
     struct ggml_tensor * stock = api->ggml_mul_mat_id(ctx, plain_bank(ctx, bank), x, ids);
     struct ggml_tensor * ours = api->ggml_mul_mat_id(ctx, r->bank[bank], x, ids);
     memset(ours->data, 0xee, api->ggml_nbytes(ours));
-    bool ok = run(ctx, stock, NULL, n_threads, NULL, 0) == GGML_STATUS_SUCCESS &&
-              run(ctx, ours, r, n_threads, &ours, 1) == GGML_STATUS_SUCCESS &&
-              moestream_context_status(r->hook, NULL) == MOESTREAM_OK && same(stock, ours);
+    moestream_error err = {.struct_size = sizeof(err)};
+    bool computed = run(ctx, stock, NULL, n_threads, NULL, 0) == GGML_STATUS_SUCCESS &&
+                    run(ctx, ours, r, n_threads, &ours, 1) == GGML_STATUS_SUCCESS;
+    bool good = moestream_context_status(r->hook, &err) == MOESTREAM_OK;
+    bool ok = computed && good && same(stock, ours);
     if (!ok) {
-        printf("    bank %d, %d of %d experts, %d rows, %d tokens, %d threads\n", bank, k, N_EXPERT, rows, n_tokens,
-               n_threads);
+        printf("    bank %d, %d of %d experts, %d rows, %d tokens, %d threads: %s\n", bank, k, N_EXPERT, rows, n_tokens,
+               n_threads, !computed || !good ? err.message : "other bits");
     }
     api->ggml_free(ctx);
     return ok;
