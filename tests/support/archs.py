@@ -85,6 +85,16 @@ def _widened(name: str, data: Array) -> Array:
     return np.stack([np.roll(data[e % N_UPSTREAM], 3 * (e // N_UPSTREAM)) for e in range(N_WIDE)])
 
 
+def _written(writer: gguf.GGUFWriter, fresh: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    """Writes what `writer` was given to `fresh`, which then becomes `target`: a file under that name is complete."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    fresh.rename(target)
+    return target
+
+
 def _derived(arch: str, label: str, change: Change, tensors: Tensors) -> pathlib.Path:
     """A model made of upstream's for `arch`: its values through `change`, its tensors through `tensors`."""
     key = hashlib.sha256(pathlib.Path(__file__).read_bytes()).hexdigest()[:12]
@@ -109,12 +119,7 @@ def _derived(arch: str, label: str, change: Change, tensors: Tensors) -> pathlib
                 writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
             else:
                 writer.add_tensor(name, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    fresh.rename(target)
-    return target
+    return _written(writer, fresh, target)
 
 
 def _wide_value(key: str, value: Any) -> Any:
@@ -222,9 +227,4 @@ def encoder_path() -> pathlib.Path:
         else:
             weight(f"blk.{il}.ffn_up.weight", n_ff, n_embd)
             weight(f"blk.{il}.ffn_down.weight", n_embd, n_ff)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    fresh.rename(target)
-    return target
+    return _written(writer, fresh, target)
