@@ -18,6 +18,14 @@ def in_threads(*jobs):
     assert not any(t.is_alive() for t in threads), "a thread hangs"
     if failed:
         raise failed[0]
+def decoding(model, want, stop):
+    # A job: the same tokens again and again, each time as alone, until `stop` is set.
+    def job():
+        with model.context(256, n_threads=1) as context:
+            while not stop.is_set():
+                context.clear()
+                assert same(steps(context, len(want) - 1), want)
+    return job
 """
 
 
@@ -136,11 +144,7 @@ def test_contexts_made_and_freed_while_others_decode() -> None:
 want = reference(n=6, n_threads=1)
 stop = threading.Event()
 with opened(io="auto", prefetch="on") as model:
-    def decode():
-        with model.context(256, n_threads=1) as context:
-            while not stop.is_set():
-                context.clear()
-                assert same(steps(context, 6), want)
+    decode = decoding(model, want, stop)
     def churn():
         try:
             for i in range(24):
@@ -170,11 +174,7 @@ def test_models_opened_and_closed_while_another_decodes() -> None:
 want = reference(n=6, n_threads=1)
 stop = threading.Event()
 with opened() as model:
-    def decode():
-        with model.context(256, n_threads=1) as context:
-            while not stop.is_set():
-                context.clear()
-                assert same(steps(context, 6), want)
+    decode = decoding(model, want, stop)
     def others():
         try:
             for i in range(6):
