@@ -302,7 +302,9 @@ void ms_slot_unpin(ms_slot_cache * cache, int slot) {
 void ms_slot_begin_read(ms_slot_cache * cache, int slot, int slice) {
     ms_slot * s = slot_at(cache, slot);
     MS_ASSERT(s->group >= 0 && slice >= 0 && slice < MS_SLOT_SLICES && s->reading < MS_SLOT_SLICES);
-    MS_ASSERT(ms_slot_state(cache, slot, slice) == MS_EMPTY);
+    ms_slice_state state = ms_slot_state(cache, slot, slice);
+    /* a failure may be forgotten by the only one who would look at it */
+    MS_ASSERT(state == MS_EMPTY || (state == MS_FAILED && s->pins <= 1));
     cache->n_free[s->cls] -= is_free(s);
     s->reading++;
     atomic_store_explicit(&s->state[slice], MS_READING, memory_order_release);
@@ -341,9 +343,7 @@ void ms_slot_clear(ms_slot_cache * cache, int slot, int slice) {
     ms_slot * s = slot_at(cache, slot);
     MS_ASSERT(slice >= 0 && slice < MS_SLOT_SLICES);
     ms_slice_state state = ms_slot_state(cache, slot, slice);
-    MS_ASSERT(state != MS_READING);
-    /* bytes in use stay; a failure may be forgotten by the only one who would look at it */
-    MS_ASSERT(s->pins == 0 || (s->pins == 1 && state == MS_FAILED));
+    MS_ASSERT(state != MS_READING && s->pins == 0); /* bytes in use stay */
     atomic_store_explicit(&s->state[slice], MS_EMPTY, memory_order_release);
 }
 

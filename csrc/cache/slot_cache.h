@@ -7,12 +7,12 @@
  *
  * States of a slice in a slot, and who moves them:
  *   EMPTY   -> READING  ms_slot_begin_read, under the lock
+ *   FAILED  -> READING  the same, when nobody but the caller has the slot pinned
  *   READING -> READY    ms_slot_publish, by the thread that completed the read, after the bytes are there (release,
  *                       pairs with the acquire in ms_slot_state)
  *   READING -> FAILED   ms_slot_publish
  *   READING -> EMPTY    ms_slot_cancel_read, under the lock, before any reader has seen the read
- *   FAILED  -> EMPTY    ms_slot_clear, under the lock, when nobody but the caller has the slot pinned
- *   READY   -> EMPTY    eviction or ms_slot_clear, under the lock, never while pinned
+ *   READY, FAILED -> EMPTY  eviction or ms_slot_clear, under the lock, never while pinned
  */
 #ifndef MS_SLOT_CACHE_H
 #define MS_SLOT_CACHE_H

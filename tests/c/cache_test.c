@@ -228,9 +228,9 @@ static void forget_pinned(void * arg) {
 static void clear_pinned(void * arg) {
     ms_slot_clear(arg, ms_slot_find(arg, 0, 0), 0);
 }
-static void clear_a_failure_others_look_at(void * arg) {
+static void read_anew_what_others_look_at(void * arg) {
     ms_slot_pin(arg, ms_slot_find(arg, 0, 0));
-    ms_slot_clear(arg, ms_slot_find(arg, 0, 0), 2);
+    ms_slot_begin_read(arg, ms_slot_find(arg, 0, 0), 2);
 }
 static void read_a_ready_slice(void * arg) {
     ms_slot_begin_read(arg, ms_slot_find(arg, 0, 0), 0);
@@ -259,9 +259,11 @@ TEST(wrong_use_aborts) {
     ms_slot_publish(&cache, slot, 2, false);
     ms_slot_end_read(&cache, slot);
     ms_slot_pin(&cache, slot);
-    CHECK(check_aborts(clear_a_failure_others_look_at, &cache));
-    ms_slot_clear(&cache, slot, 2); /* the only one who has it pinned may */
-    CHECK(ms_slot_state(&cache, slot, 2) == MS_EMPTY);
+    CHECK(check_aborts(read_anew_what_others_look_at, &cache));
+    ms_slot_begin_read(&cache, slot, 2); /* the only one who has it pinned may */
+    CHECK(ms_slot_state(&cache, slot, 2) == MS_READING);
+    ms_slot_publish(&cache, slot, 2, false);
+    ms_slot_end_read(&cache, slot);
     CHECK(check_aborts(assign_twice, &cache));
     CHECK(check_aborts(forget_pinned, &cache));
     CHECK(check_aborts(clear_pinned, &cache));
@@ -386,11 +388,11 @@ static void model_slice_step(ms_slot_cache * cache, model_entry * m, int k, bool
     } else if (!m->ended[k]) {
         ms_slot_end_read(cache, m->slot);
         m->ended[k] = true;
-    } else if (m->state[k] == MS_EMPTY) {
+    } else if (m->state[k] == MS_EMPTY || (m->state[k] == MS_FAILED && m->pins <= 1 && ok)) {
         ms_slot_begin_read(cache, m->slot, k);
         m->state[k] = MS_READING;
         m->ended[k] = false;
-    } else if (m->pins == 0 || (m->pins == 1 && m->state[k] == MS_FAILED)) {
+    } else if (m->pins == 0) {
         ms_slot_clear(cache, m->slot, k);
         m->state[k] = MS_EMPTY;
     }
