@@ -64,7 +64,7 @@ VARIANTS: dict[str, Variant] = {
     "stream by pread without read-ahead": Variant(options={"io": "pread", **OFF}),
     "stream, 10 % cache": Variant(options={"cache": "10%"}, without_ahead="stream, 10 % cache without read-ahead"),
     "stream, 10 % cache without read-ahead": Variant(options={"cache": "10%", **OFF}),
-    "stream, no cache": Variant(options={"cache": 0, **OFF}),
+    "stream, no cache": Variant(options={"cache": 0}),
     "stream, one of four sequences": Variant(options={"cache": "10%", **OFF}),
     "stream, four sequences": Variant(options={"cache": "10%", **OFF}, n_seq=4),
     "stream, after 8 s": Variant(options=OFF, idle_s=8),

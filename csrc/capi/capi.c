@@ -434,7 +434,7 @@ size_t moestream_choices(const moestream * ms, char * buf, size_t n) {
         size_t length = ms_stream_choices(ms->stream, text, sizeof(text));
         snprintf(text + length, sizeof(text) - length, "prefetch=%s: %s\n", ms->prefetch ? "on" : "off",
                  ms->prefetch_asked ? "asked for"
-                 : ms->prefetch     ? "auto: it pauses by itself while most guesses are wrong"
+                 : ms->prefetch     ? "auto: it pauses by itself while wrong guesses cost more than right ones win"
                                     : "auto: there is nothing to predict with");
     }
     return (size_t) snprintf(n > 0 ? buf : NULL, n, "%s", text);

@@ -320,15 +320,19 @@ static bool take_more(moestream_context * ctx) {
 
 /* ---- the work of one thread ---- */
 
-/* Once an operation, by the first thread that finds nothing to compute. */
+/* Once an operation: of few tokens by the last thread before it computes, as every moment counts until the next layer needs
+ * them; else by the first thread that finds nothing to compute. */
 static bool may_predict(moestream_context * ctx) {
     return ctx->ms->prefetch && ctx->op.at_once && !atomic_load_explicit(&ctx->failed, memory_order_relaxed) &&
            !atomic_flag_test_and_set_explicit(&ctx->op.predicted, memory_order_acquire);
 }
 
-static void work(moestream_context * ctx, int ith) {
+static void work(moestream_context * ctx, int ith, int nth) {
     ms_op * op = &ctx->op;
     unsigned idle = 0;
+    if (ith == nth - 1 && op->leader && ms_few_tokens(op->dst) && may_predict(ctx)) {
+        ms_predict(ctx);
+    }
     for (;;) {
         int chunk = 0, pending = -1;
         int i = next_chunk(ctx, &chunk, &pending);
@@ -371,7 +375,7 @@ void ms_expert_matmul(struct ggml_tensor * dst, int ith, int nth, void * userdat
     barrier(ctx, nth);
     if (ctx->op.n_entries > 0) {
         atomic_fetch_add_explicit(&ctx->op.n_inside, 1, memory_order_acq_rel);
-        work(ctx, ith);
+        work(ctx, ith, nth);
         leave(ctx);
     }
     if (ith == 0) {

@@ -175,8 +175,7 @@ moestream_status ms_store_open(moestream ** out, const char * path, const moestr
                                         : ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for a table of tensors");
         }
         ms->prefetch_asked = p->prefetch != MOESTREAM_PREFETCH_AUTO;
-        ms->prefetch = p->prefetch != MOESTREAM_PREFETCH_OFF && p->cache_none == 0 &&
-                       (ms->replay == NULL || ms->replay_recall > 0);
+        ms->prefetch = p->prefetch != MOESTREAM_PREFETCH_OFF && (ms->replay == NULL || ms->replay_recall > 0);
     }
     if (st == MOESTREAM_OK) {
         st = make_overrides(ms, err);

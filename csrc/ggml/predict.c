@@ -4,8 +4,8 @@
  * For a few tokens: the next layer's router on this layer's FFN input (published recall 71 to 89 %). For many tokens:
  * nearly every expert will be used, so all of them, in order. Under a replayed routing, where no router's choice counts, the
  * recorded experts with a stated recall, for benchmarks.
- * Guarantees: only reads ahead (stream/ahead.c): a wrong guess costs idle disk time, never a bit. Stops asking by itself
- * while everything is in the cache, and while most guesses are wrong.
+ * Guarantees: only reads ahead (stream/ahead.c): a wrong guess costs disk time, never a bit. Stops asking by itself while
+ * everything is in the cache, and while wrong guesses cost more than right ones win.
  */
 #include <math.h>
 #include <stdio.h>
@@ -16,9 +16,8 @@
 
 enum {
     MS_PREDICT_TOKENS = 8,   /* up to here the router is asked; above, all experts are read */
-    MS_LOOK_EVERY = 64,      /* guesses between two looks at how many were right */
-    MS_USEFUL_PERCENT = 25,  /* below it reading ahead pauses */
-    MS_PAUSE_PASSES = 2000   /* layers until it is tried again */
+    MS_LOOK_TOKENS = 4,      /* between two looks at whether it pays */
+    MS_PAUSE_LOOKS = 10      /* looks until it is tried again */
 };
 
 /* ---- routers: dense weights that lie in our own memory ---- */
@@ -153,29 +152,49 @@ static bool nearly_all_used(const ms_index * index, int group, int64_t n_tokens)
     return unused <= 0 || pow(unused, (double) n_tokens) < 0.1;
 }
 
-/* Everything this layer needed was there, and not because of a guess: then the next one probably has it, too. */
-static bool all_cached(const moestream_context * ctx) {
-    return ctx->total.n_misses + ctx->total.n_prefetch_useful == ctx->pass_cold;
+/* Everything this layer needed was there, and not because of a guess. */
+static bool found_all(moestream_context * ctx) {
+    bool found = ctx->total.n_misses + ctx->total.n_prefetch_useful == ctx->pass_cold;
+    ctx->n_found = found ? ctx->n_found + 1 : 0;
+    return found;
+}
+
+/* Without guesses nearly all of the disk's time for what is needed would be waited for; with them, what still is waited for,
+ * behind wrong ones, too. One look compares the two: starts a pause, or ends one when enough looks have passed. */
+static void look(moestream_context * ctx) {
+    const moestream_stats * total = &ctx->total;
+    ms_look now = {.busy_ns = ms_stream_busy_ns(ctx->ms->stream),
+                   .stall_ns = atomic_load(&ctx->stall_ns) / (uint64_t) atomic_load(&ctx->n_threads),
+                   .read_bytes = total->read_bytes,
+                   .guess_bytes = total->prefetch_bytes,
+                   .made = total->n_prefetch,
+                   .useful = total->n_prefetch_useful,
+                   .pause = ctx->look.pause > 0 ? ctx->look.pause - 1 : 0};
+    uint64_t made = now.made - ctx->look.made, useful = now.useful - ctx->look.useful;
+    double read = (double) (now.read_bytes - ctx->look.read_bytes);
+    if (made > 0 && read > 0) {
+        double wrong = useful < made ? 1 - (double) useful / (double) made : 0;
+        double needed = 1 - wrong * (double) (now.guess_bytes - ctx->look.guess_bytes) / read;
+        double without = needed * (double) (now.busy_ns - ctx->look.busy_ns);
+        double with = (double) (now.stall_ns - ctx->look.stall_ns);
+        if (with > without) {
+            now.pause = MS_PAUSE_LOOKS;
+            ms_log(
+                MS_LOG_INFO,
+                "reading ahead pauses: %.1f ms were waited for bytes, without it about %.1f ms would be (%llu of %llu "
+                "guesses were used)",
+                with * 1e-6, without * 1e-6, (unsigned long long) useful, (unsigned long long) made);
+        }
+    }
+    ctx->look = now;
 }
 
 static bool paused(moestream_context * ctx) {
-    if (ctx->guess_pause > 0) {
-        ctx->guess_pause--;
-        return true;
+    if (++ctx->look.n_passes >= MS_LOOK_TOKENS * ctx->ms->plan->index.n_groups) {
+        ctx->look.n_passes = 0;
+        look(ctx);
     }
-    uint64_t made = ctx->total.n_prefetch - ctx->guess_seen,
-             useful = ctx->total.n_prefetch_useful - ctx->guess_seen_useful;
-    if (made < MS_LOOK_EVERY) {
-        return false;
-    }
-    ctx->guess_seen = ctx->total.n_prefetch;
-    ctx->guess_seen_useful = ctx->total.n_prefetch_useful;
-    if (useful * 100 < made * MS_USEFUL_PERCENT) {
-        ctx->guess_pause = MS_PAUSE_PASSES;
-        ms_log(MS_LOG_INFO, "reading ahead pauses: %llu of the last %llu guesses were used",
-               (unsigned long long) useful, (unsigned long long) made);
-    }
-    return ctx->guess_pause > 0;
+    return ctx->look.pause > 0;
 }
 
 void ms_predict(moestream_context * ctx) {
@@ -184,15 +203,18 @@ void ms_predict(moestream_context * ctx) {
     const struct ggml_tensor * x = op->dst->src[1];
     int64_t n_tokens = op->dst->src[2]->ne[1];
     int next = ms->router[op->group].next_group, n = 0;
-    if (!ms->prefetch || next < 0 || !ctx->pass_all || all_cached(ctx)) {
+    bool few = n_tokens <= MS_PREDICT_TOKENS;
+    if (!ms->prefetch || next < 0 || !ctx->pass_all || (few && !op->leader)) {
         return;
     }
-    if (n_tokens > MS_PREDICT_TOKENS && !nearly_all_used(&ms->plan->index, next, n_tokens)) {
+    /* many tokens that found all: the next layer has probably all, too; few say little until a whole token has */
+    if (found_all(ctx) && (!few || ctx->n_found > ms->plan->index.n_groups)) {
         return;
     }
-    if (n_tokens > MS_PREDICT_TOKENS) {
-        n = ask_for_all(ctx, next); /* at each operation of the pass: what did not fit into the queue before */
-    } else if (!op->leader || paused(ctx)) {
+    if (!few) {
+        /* at each operation of the pass: what did not fit into the queue before */
+        n = nearly_all_used(&ms->plan->index, next, n_tokens) ? ask_for_all(ctx, next) : 0;
+    } else if (paused(ctx)) {
         return;
     } else if (ms->replay != NULL) {
         n = ask_recording(ctx, next, n_tokens);
@@ -200,6 +222,6 @@ void ms_predict(moestream_context * ctx) {
         n = ask_router(ctx, &ms->router[next], next, x);
     }
     if (n > 0) {
-        ms_stream_prefetch(ms->stream, next, ctx->guess, n, ctx->pass_tick, &ctx->total);
+        ms_stream_prefetch(ms->stream, next, ctx->guess, n, !few, ctx->pass_tick, &ctx->total);
     }
 }

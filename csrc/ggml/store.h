@@ -91,6 +91,13 @@ typedef struct ms_op {
     atomic_flag asking;        /* held by the thread that asks the user's abort callback */
 } ms_op;
 
+/* What was there at the last look at whether reading ahead pays. */
+typedef struct ms_look {
+    uint64_t busy_ns, stall_ns, read_bytes, guess_bytes, made, useful;
+    int n_passes; /* since then */
+    int pause;    /* looks until it is tried again; 0: it goes on */
+} ms_look;
+
 /* Userdata of a swapped node: one per bank and context. */
 typedef struct ms_node {
     struct moestream_context * ctx;
@@ -148,8 +155,9 @@ struct moestream_context {
     int n_guess_room;
     float * guess_score;   /* [max experts] */
     uint64_t pass_cold;    /* misses and useful guesses of this context before the pass */
-    uint64_t guess_random, guess_seen, guess_seen_useful;
-    int guess_pause;
+    int n_found;           /* passes in a row that found everything */
+    uint64_t guess_random;
+    ms_look look;
 
     atomic_bool failed;    /* a call failed; results are not to be used */
     atomic_bool delivered; /* ... and ggml was told to stop: the next question belongs to a new call */

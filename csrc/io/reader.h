@@ -45,6 +45,7 @@ typedef struct ms_reader ms_reader;
 struct ms_reader_ops {
     const char * name; /* "io_uring", "pread" */
     int engine;        /* MOESTREAM_IO_* */
+    bool by_poll;      /* completions are delivered by whoever polls or waits, not by threads of the engine's own */
     /* Hands over `n` reads, with one system call where the engine can; n is at most the depth given to init minus
      * what is in flight. `reads[i]` must stay valid until its done. Thread: any. */
     void (*submit)(ms_reader * reader, ms_read ** reads, int n);

@@ -427,6 +427,7 @@ static void uring_close(ms_reader * reader) {
 static const struct ms_reader_ops uring_ops = {
     .name = "io_uring",
     .engine = MOESTREAM_IO_URING,
+    .by_poll = true,
     .submit = uring_submit,
     .poll = uring_poll,
     .wait = uring_wait,

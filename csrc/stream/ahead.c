@@ -1,11 +1,13 @@
 /*
  * stream/ahead: reading experts before the router has chosen them, with disk time that nobody needs.
- * Guarantees: a guess is only handed to the reader while no demand is in flight; a guess that turns out to be needed joins
- * the demand at once; the guesses for a layer that were not started when the layer begins are dropped, and what was read
+ * Guarantees: a guess is only handed to the reader while no demand waits; a guess that turns out to be needed joins the
+ * demand at once; the guesses for a layer that were not started when the layer begins are dropped, and what was read
  * for nothing is the next victim. A wrong guess costs a read, never a bit.
  * All of it under the stream's lock.
  */
 #include "stream/internal.h"
+
+enum { MS_GUESSES = 128 /* at once */ };
 
 /* The queue holds places (slot, slice); this says which of them still count, so that claiming one is O(1). */
 static uint8_t * waiting_at(ms_stream * s, int slot, int slice) {
@@ -47,7 +49,7 @@ void ms_ahead_settle_locked(ms_stream * s, int group) {
             }
             any |= ms_slot_state(&s->cache, slot, k) != MS_EMPTY;
         }
-        if (any) {
+        if (any && (!s->options.cache_none || s->cache.slot[slot].reading > 0)) {
             ms_slot_demote(&s->cache, slot);
         } else {
             ms_slot_forget(&s->cache, slot);
@@ -64,40 +66,59 @@ void ms_ahead_keep_locked(ms_stream * s, int group, const int32_t * experts, int
     }
 }
 
-int ms_stream_prefetch(ms_stream * s, int group, const int32_t * experts, int n, uint64_t spare_after,
-                       moestream_stats * counts) {
-    moestream_stats mine = {0};
-    int slices = s->index->group[group].n_slices;
-    pthread_mutex_lock(&s->lock);
-    for (int i = 0; i < n && s->n_ahead_waiting < s->depth && s->ahead.count + slices <= s->ahead.capacity &&
-                    !s->options.cache_none;
-         i++) {
-        if (experts[i] < 0 || experts[i] >= s->index->group[group].n_expert ||
-            ms_slot_find(&s->cache, group, experts[i]) >= 0) {
-            continue;
-        }
-        int slot = ms_slot_assign(&s->cache, group, experts[i], spare_after);
-        if (slot < 0) {
-            break;
-        }
+/* A slot for a guess, pinned; -1: no room, -2: it has one. */
+static int guess_locked(ms_stream * s, int group, int expert, uint64_t spare_after) {
+    if (expert < 0 || expert >= s->index->group[group].n_expert || ms_slot_find(&s->cache, group, expert) >= 0) {
+        return -2;
+    }
+    int slot = ms_slot_assign(&s->cache, group, expert, spare_after);
+    if (slot >= 0) {
+        ms_slot_pin(&s->cache, slot);
         s->cache.slot[slot].prefetched = true;
         s->ahead_open[group]++;
-        mine.n_prefetch++;
-        for (int k = 0; k < slices; k++) {
-            ms_stream_request_locked(s, slot, k, &s->ahead, &mine);
-            *waiting_at(s, slot, k) = 1;
+    }
+    return slot;
+}
+
+int ms_stream_prefetch(ms_stream * s, int group, const int32_t * experts, int n, bool whole, uint64_t spare_after,
+                       moestream_stats * counts) {
+    moestream_stats mine = {0};
+    int32_t slots[MS_GUESSES];
+    int n_slices = s->index->group[group].n_slices, n_slots = 0;
+    int n_read = whole || n_slices == 1 ? n_slices : n_slices - 1;
+    pthread_mutex_lock(&s->lock);
+    int room = (s->ahead.capacity - s->ahead.count) / n_slices;
+    room = room < s->depth - s->n_ahead_waiting ? room : s->depth - s->n_ahead_waiting;
+    for (int i = 0; i < n && n_slots < room && n_slots < MS_GUESSES; i++) {
+        int slot = guess_locked(s, group, experts[i], spare_after);
+        if (slot == -1) {
+            break;
+        }
+        if (slot >= 0) {
+            slots[n_slots++] = slot;
+        }
+    }
+    for (int k = 0; k < n_read; k++) {
+        for (int i = 0; i < n_slots; i++) {
+            int slice = ms_used_locked(s, group, k);
+            ms_stream_request_locked(s, slots[i], slice, &s->ahead, &mine);
+            *waiting_at(s, slots[i], slice) = 1;
             s->n_ahead_waiting++;
         }
     }
+    for (int i = 0; i < n_slots; i++) {
+        ms_slot_unpin(&s->cache, slots[i]);
+    }
+    mine.n_prefetch = (uint64_t) n_slots;
     mine.prefetch_bytes = mine.read_bytes;
     ms_stream_add_counts(&s->stats, &mine);
-    bool idle = s->n_demand_in_flight == 0 && s->demand.count == 0 && mine.n_prefetch > 0;
+    bool submit = n_slots > 0 && s->demand.count == 0;
     pthread_mutex_unlock(&s->lock);
     ms_stream_add_counts(counts, &mine);
-    if (idle) {
+    if (submit) {
         ms_stream_submit_waiting(s);
     }
-    return (int) mine.n_prefetch;
+    return n_slots;
 }
 
 uint64_t ms_stream_tick(ms_stream * s) {

@@ -10,7 +10,7 @@
 
 #include "stream/internal.h"
 
-enum { MS_BATCH = 64, MS_WAIT_NS = 5 * 1000 * 1000 };
+enum { MS_BATCH = 64, MS_WAIT_NS = 5 * 1000 * 1000, MS_SPIN_NS = 1000 * 1000 };
 
 /* ---- queues of slices that wait for a free read ---- */
 
@@ -34,6 +34,7 @@ static ms_read * prepare_locked(ms_stream * s, ms_want want, bool ahead) {
     uint64_t begin = ms_bank_offset(bank, slot->expert);
     uint64_t at = ms_align_down(begin, MS_PAGE);
     uint64_t now = ms_now_ns();
+    s->busy_since = s->n_demand_in_flight + s->n_ahead_in_flight == 0 ? now : s->busy_since;
     s->flight[i] = (ms_flight) {.slot = want.slot, .slice = want.slice, .prefetch = ahead, .since_ns = now};
     s->read[i] = (ms_read) {
         .file = &s->file[bank->file],
@@ -55,15 +56,18 @@ static ms_read * prepare_locked(ms_stream * s, ms_want want, bool ahead) {
     return &s->read[i];
 }
 
-/* Demand first; reads ahead only while the disk has no demand to serve. */
+/* A disk works on all it has been given at once: each read that is not needed yet delays those that are. So few are in
+ * flight, in the order in which their bytes will be used; but of many that wait (a prompt) a quarter, as nobody looks at
+ * the disk while experts are computed. Demand first; what is left of the room is for guesses. */
 int ms_stream_take_batch_locked(ms_stream * s, ms_read ** batch, int max) {
-    int n = 0, room = s->depth_limit - s->n_demand_in_flight - s->n_ahead_in_flight;
+    int quarter = s->demand.count / 4, limit = quarter > s->depth_limit ? quarter : s->depth_limit;
+    int n = 0, room = (limit < s->depth ? limit : s->depth) - s->n_demand_in_flight - s->n_ahead_in_flight;
     max = room < max ? room : max;
     while (n < max && s->n_free_read > 0 && s->demand.count > 0) {
         batch[n++] = prepare_locked(s, ms_queue_pop(&s->demand), false);
     }
     ms_want want;
-    while (n < max && s->n_free_read > 0 && s->n_demand_in_flight == 0 && ms_ahead_take_locked(s, &want)) {
+    while (n < max && s->n_free_read > 0 && s->demand.count == 0 && ms_ahead_take_locked(s, &want)) {
         batch[n++] = prepare_locked(s, want, true);
     }
     return n;
@@ -122,12 +126,16 @@ static bool slice_done(ms_stream * s, const ms_flight * f, uint32_t bytes, moest
     ms_slot_publish(&s->cache, f->slot, f->slice, ok);
 #endif
     ms_slot_end_read(&s->cache, f->slot);
+    uint64_t now = ms_now_ns();
     if (f->prefetch) {
         s->n_ahead_in_flight--;
     } else {
         s->n_demand_in_flight--;
-        uint64_t now = ms_now_ns();
         warn = ms_pace_done_locked(s, now, now - f->since_ns, bytes, s->n_demand_in_flight == 0);
+    }
+    if (s->n_demand_in_flight + s->n_ahead_in_flight == 0) {
+        s->busy_ns += now - s->busy_since;
+        s->busy_since = 0;
     }
     return warn;
 }
@@ -174,11 +182,8 @@ void ms_stream_done(void * user, ms_read * read, moestream_status status, int os
 /* Requests one slice if it is neither there nor on its way; returns true if it was. */
 bool ms_stream_request_locked(ms_stream * s, int slot, int slice, ms_queue * queue, moestream_stats * counts) {
     ms_slice_state state = ms_slot_state(&s->cache, slot, slice);
-    if (state == MS_FAILED && s->cache.slot[slot].pins == 1) {
-        ms_slot_clear(&s->cache, slot, slice); /* nobody else looks at the failure: try again */
-        state = MS_EMPTY;
-    }
-    if (state != MS_EMPTY) {
+    bool again = state == MS_FAILED && s->cache.slot[slot].pins == 1; /* nobody else looks at the failure */
+    if (state != MS_EMPTY && !again) {
         if (queue == &s->demand && ms_ahead_claim_locked(s, slot, slice)) {
             ms_queue_push(queue, slot, slice); /* it waited among the guesses; now it is needed */
         }
@@ -222,6 +227,20 @@ static void count(moestream_stats * counts, ms_slot * slot, bool found, bool in_
     }
 }
 
+/* With several contexts in one layer at once the order may be wrong for a while: then reads come in another order. */
+static void note_use_locked(ms_stream * s, const ms_demand * d) {
+    uint8_t *order = &s->use_order[d->group * MS_MAX_SLICES], *n = &s->n_used[d->group];
+    *n = d->leader ? 0 : *n;
+    if (*n < s->index->group[d->group].n_slices) {
+        int k = *n;
+        while (k + 1 < s->index->group[d->group].n_slices && order[k] != d->slice) {
+            k++;
+        }
+        order[k] = order[*n];
+        order[(*n)++] = (uint8_t) d->slice;
+    }
+}
+
 static int scan_slots(const ms_stream * s) {
     return s->index->n_expert_used > 0 ? s->index->n_expert_used : 1;
 }
@@ -232,6 +251,9 @@ int ms_stream_acquire(ms_stream * s, const ms_demand * d, const int32_t * expert
     int n_slices = s->index->group[d->group].n_slices, got = 0, n_fresh = 0;
     pthread_mutex_lock(&s->lock);
     s->n_operations += d->begins;
+    if (d->begins) {
+        note_use_locked(s, d);
+    }
     if (d->leader && !d->scan) {
         ms_ahead_keep_locked(s, d->group, experts, n);
     }
@@ -264,8 +286,9 @@ int ms_stream_acquire(ms_stream * s, const ms_demand * d, const int32_t * expert
     }
     if (d->all_slices) {
         for (int k = 0; k < n_slices; k++) {
-            for (int i = 0; i < got && k != d->slice; i++) {
-                ms_stream_request_locked(s, slots[i], k, &s->demand, &mine);
+            int slice = ms_used_locked(s, d->group, k);
+            for (int i = 0; i < got && slice != d->slice; i++) {
+                ms_stream_request_locked(s, slots[i], slice, &s->demand, &mine);
             }
         }
     }
@@ -320,7 +343,21 @@ const uint8_t * ms_stream_payload(const ms_stream * s, int slot, int slice) {
            ms_bank_offset(bank, at->expert) % MS_PAGE;
 }
 
+/* Local storage answers sooner than a sleeping thread is woken, and threads that are woken one after the other end one
+ * after the other. Threads of an engine of its own need the core instead. */
+static void spin(ms_stream * s, int slot, int slice) {
+    for (uint64_t until = ms_now_ns() + MS_SPIN_NS;
+         ms_stream_state(s, slot, slice) == MS_READING && ms_now_ns() < until;) {
+        if (ms_stream_poll(s) == 0) {
+            ms_relax(0);
+        }
+    }
+}
+
 void ms_stream_wait(ms_stream * s, int slot, int slice) {
+    if (s->reader->ops->by_poll) {
+        spin(s, slot, slice);
+    }
     uint64_t seen = s->reader->ops->completed(s->reader);
     if (ms_stream_state(s, slot, slice) == MS_READING) {
         s->reader->ops->wait(s->reader, seen, MS_WAIT_NS);
@@ -345,8 +382,15 @@ void ms_stream_wait_free(ms_stream * s) {
     pthread_mutex_unlock(&s->lock);
 }
 
-void ms_stream_poll(ms_stream * s) {
-    s->reader->ops->poll(s->reader);
+int ms_stream_poll(ms_stream * s) {
+    return s->reader->ops->poll(s->reader);
+}
+
+uint64_t ms_stream_busy_ns(ms_stream * s) {
+    pthread_mutex_lock(&s->lock);
+    uint64_t busy = s->busy_ns + (s->busy_since > 0 ? ms_now_ns() - s->busy_since : 0);
+    pthread_mutex_unlock(&s->lock);
+    return busy;
 }
 
 static void release_locked(ms_stream * s, int slice, const int32_t * slots, int n) {

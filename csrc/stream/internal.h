@@ -80,7 +80,7 @@ struct ms_stream {
     int n_files;
     ms_reader * reader;
     int depth;       /* reads there are */
-    int depth_limit; /* slices that may be in flight: what tune.c chose */
+    int depth_limit; /* slices in flight while few wait: what tune.c chose */
     char why_depth[160];
     uint64_t tuned_bytes; /* read to choose it */
     char describe[512];
@@ -99,6 +99,8 @@ struct ms_stream {
     uint8_t * ahead_waiting; /* [slots * MS_MAX_SLICES] 1: a guess in the queue that still counts */
     int n_ahead_waiting;
     int * ahead_open;     /* [n_groups] guesses since the group was last settled */
+    uint8_t * use_order;  /* [n_groups * MS_MAX_SLICES] slices of a group as its operations come, learnt in passing */
+    uint8_t * n_used;     /* [n_groups] operations of the running pass so far */
     int n_demand_in_flight;
     int n_ahead_in_flight;
     int n_pinned;
@@ -107,6 +109,7 @@ struct ms_stream {
     size_t * checksum_at; /* [n_banks] */
     moestream_stats stats;
     ms_pace pace;
+    uint64_t busy_ns, busy_since; /* time with any slice in flight; since when there is one, 0: none */
 
     pthread_mutex_t resize_lock; /* one resize at a time; guards prefault and warm */
     ms_prefault prefault;
@@ -130,6 +133,11 @@ void ms_stream_drop_cache(ms_cache_parts * parts);
 
 /* tune.c: chooses depth_limit. */
 void ms_tune(ms_stream * stream);
+/* The slice that is used `k`th in a pass over the group. */
+static inline int ms_used_locked(const ms_stream * stream, int group, int k) {
+    return stream->use_order[group * MS_MAX_SLICES + k];
+}
+
 /* range.c: bytes per second of random slices with `depth` reads in flight, for about `ns` and at most `bytes`, into slots
  * that nothing uses yet. false if a read failed. */
 bool ms_stream_rate(ms_stream * stream, int depth, uint64_t ns, uint64_t bytes, double * bytes_per_s);

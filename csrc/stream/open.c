@@ -157,11 +157,14 @@ static moestream_status alloc_tables(ms_stream * s, moestream_error * err) {
     size_t n = (size_t) s->index->n_groups, d = (size_t) s->depth;
     s->group_class = ms_calloc(n + 1, sizeof(*s->group_class));
     s->ahead_open = ms_calloc(n + 1, sizeof(*s->ahead_open));
+    s->use_order = ms_calloc((n + 1) * MS_MAX_SLICES, sizeof(*s->use_order));
+    s->n_used = ms_calloc(n + 1, sizeof(*s->n_used));
     s->slice_at = ms_calloc((n + 1) * MS_MAX_SLICES, sizeof(*s->slice_at));
     s->read = ms_calloc(d, sizeof(*s->read));
     s->flight = ms_calloc(d, sizeof(*s->flight));
     s->free_read = ms_calloc(d, sizeof(*s->free_read));
-    bool ok = s->group_class && s->ahead_open && s->slice_at && s->read && s->flight && s->free_read;
+    bool ok = s->group_class && s->ahead_open && s->use_order && s->n_used && s->slice_at && s->read && s->flight &&
+              s->free_read;
     if (ok && s->options.verify) {
         size_t total = 0;
         s->checksum_at = ms_calloc((size_t) s->index->n_banks + 1, sizeof(*s->checksum_at));
@@ -181,6 +184,9 @@ static moestream_status alloc_tables(ms_stream * s, moestream_error * err) {
     s->n_free_read = s->depth;
     for (size_t g = 0; g < n; g++) {
         ms_stream_layout(s->index, (int) g, &s->slice_at[g * MS_MAX_SLICES]);
+        for (int k = 0; k < MS_MAX_SLICES; k++) {
+            s->use_order[g * MS_MAX_SLICES + (size_t) k] = (uint8_t) k;
+        }
     }
     return MOESTREAM_OK;
 }
@@ -261,6 +267,8 @@ void ms_stream_close(ms_stream * s) {
     free(s->group_class);
     free(s->slice_at);
     free(s->ahead_open);
+    free(s->use_order);
+    free(s->n_used);
     free(s->read);
     free(s->flight);
     free(s->free_read);

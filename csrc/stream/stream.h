@@ -88,8 +88,10 @@ const uint8_t * ms_stream_payload(const ms_stream * stream, int slot, int slice)
 void ms_stream_wait(ms_stream * stream, int slot, int slice);
 /* Waits until a slot may have become free (another context released one), at most a few milliseconds. */
 void ms_stream_wait_free(ms_stream * stream);
-/* Delivers completions without waiting. */
-void ms_stream_poll(ms_stream * stream);
+/* Delivers completions without waiting. Returns how many. */
+int ms_stream_poll(ms_stream * stream);
+/* How long there was a slice in flight, so far. */
+uint64_t ms_stream_busy_ns(ms_stream * stream);
 
 void ms_stream_release(ms_stream * stream, int slice, const int32_t * slots, int n);
 /* Releases these slots (n may be 0) and ends an operation: none of its threads asks about a slot any more. */
@@ -110,9 +112,10 @@ moestream_status ms_stream_verify(ms_stream * stream, int slot, int slice, moest
 
 /* ---- the rest ---- */
 
-/* Reads experts ahead, in order, as far as there is room; never waits. Slots used at or after tick `spare_after` are not
- * evicted for it. Returns how many were accepted. */
-int ms_stream_prefetch(ms_stream * stream, int group, const int32_t * experts, int n, uint64_t spare_after,
+/* Reads experts ahead, as far as there is room; never waits. First what is used first of each. `whole`: all slices; else
+ * not the last one that is used, which has time to come when the guess has proved right. Slots used at or after tick
+ * `spare_after` are not evicted for it. Returns how many were accepted. */
+int ms_stream_prefetch(ms_stream * stream, int group, const int32_t * experts, int n, bool whole, uint64_t spare_after,
                        moestream_stats * counts);
 
 /* An expert that was in the cache, and when it was last used (a tick). */

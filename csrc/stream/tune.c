@@ -1,7 +1,7 @@
 /*
- * stream/tune: how many reads to keep in flight, by a short measurement where nobody has said, and the reasons of all that
- * was chosen. Reads random slices at a few depths and takes the smallest depth that is about as fast as the best: fewer
- * reads in front of the one that is needed next.
+ * stream/tune: how many slices to keep in flight while few wait, by a short measurement where nobody has said, and the
+ * reasons of all that was chosen. Reads random slices at a few depths and takes the smallest depth that is about as fast as
+ * the best: fewer reads beside the one that is needed next. Without a measurement as many slices as make MS_UNTUNED_BYTES.
  * Guarantees: takes about MS_TUNE_NS, and reads at most a hundredth of the experts; measures each device once in the life
  * of the process. Never runs for a model below MS_TUNE_FROM, where it would read more than it could save.
  */
@@ -16,10 +16,10 @@
 #define MS_TUNE_FROM ((uint64_t) 8 << 30)
 #endif
 
-enum { N_DEPTHS = 3, MS_KNOWN = 16 };
-static const int DEPTHS[N_DEPTHS] = {16, 48, 128};
+enum { N_DEPTHS = 5, MS_KNOWN = 16, MS_UNTUNED_BYTES = 2 << 20 };
+static const int DEPTHS[N_DEPTHS] = {2, 4, 8, 24, 96};
 static const uint64_t MS_TUNE_NS = 90 * 1000 * 1000;
-static const double ABOUT_AS_FAST = 0.95;
+static const double ABOUT_AS_FAST = 0.85;
 
 /* ---- devices that were measured ---- */
 
@@ -62,22 +62,34 @@ static void remember(const known_device * d) {
 
 /* ---- the measurement ---- */
 
-static uint64_t expert_bytes(const ms_stream * s) {
+static uint64_t expert_bytes(const ms_stream * s, uint64_t * n_slices) {
     uint64_t sum = 0;
+    *n_slices = 0;
     for (int g = 0; g < s->index->n_groups; g++) {
         for (int k = 0; k < s->index->group[g].n_slices; k++) {
             sum += s->index->tensor[s->index->bank[s->index->group[g].bank[k]].tensor].bytes;
+            *n_slices += (uint64_t) s->index->group[g].n_expert;
         }
     }
     return sum;
 }
 
+/* About as many bytes as local storage has to be given at once to be busy. */
+static int untuned_depth(const ms_stream * s, uint64_t bytes, uint64_t n_slices) {
+    uint64_t n = (uint64_t) MS_UNTUNED_BYTES * n_slices / (bytes > 0 ? bytes : 1);
+    n = n > (uint64_t) DEPTHS[0] ? n : (uint64_t) DEPTHS[0];
+    return n < (uint64_t) s->depth ? (int) n : s->depth;
+}
+
 void ms_tune(ms_stream * s) {
-    snprintf(s->why_depth, sizeof(s->why_depth), "the default");
-    if (!s->options.choose_depth || expert_bytes(s) < MS_TUNE_FROM || s->depth < DEPTHS[N_DEPTHS - 1]) {
-        if (!s->options.choose_depth) {
-            snprintf(s->why_depth, sizeof(s->why_depth), "asked for");
-        }
+    uint64_t n_slices, bytes = expert_bytes(s, &n_slices);
+    if (!s->options.choose_depth) {
+        snprintf(s->why_depth, sizeof(s->why_depth), "asked for");
+        return;
+    }
+    s->depth_limit = untuned_depth(s, bytes, n_slices);
+    snprintf(s->why_depth, sizeof(s->why_depth), "about %d MiB of slices; not measured", MS_UNTUNED_BYTES >> 20);
+    if (bytes < MS_TUNE_FROM || s->depth < DEPTHS[N_DEPTHS - 1]) {
         return;
     }
     known_device d = describe_device(s);
@@ -85,7 +97,7 @@ void ms_tune(ms_stream * s) {
     if (measured) {
         double rate[N_DEPTHS] = {0}, best = 0;
         for (int i = 0; i < N_DEPTHS; i++) {
-            uint64_t most = expert_bytes(s) / 100 / N_DEPTHS;
+            uint64_t most = bytes / 100 / N_DEPTHS;
             if (!ms_stream_rate(s, DEPTHS[i], MS_TUNE_NS / N_DEPTHS, most, &rate[i])) {
                 return; /* a read failed: whoever needs those bytes will be told */
             }
@@ -96,9 +108,10 @@ void ms_tune(ms_stream * s) {
         }
         d.bytes_per_s = best;
         remember(&d);
-        snprintf(s->why_depth, sizeof(s->why_depth),
-                 "measured at open: %.0f, %.0f, %.0f MB/s with %d, %d, %d in flight", rate[0] * 1e-6, rate[1] * 1e-6,
-                 rate[2] * 1e-6, DEPTHS[0], DEPTHS[1], DEPTHS[2]);
+        int n = snprintf(s->why_depth, sizeof(s->why_depth), "measured at open, MB/s by slices in flight:");
+        for (int i = 0; i < N_DEPTHS; i++) {
+            n += snprintf(s->why_depth + n, sizeof(s->why_depth) - (size_t) n, " %d: %.0f", DEPTHS[i], rate[i] * 1e-6);
+        }
     } else {
         snprintf(s->why_depth, sizeof(s->why_depth), "measured before on this device, at %.0f MB/s",
                  d.bytes_per_s * 1e-6);

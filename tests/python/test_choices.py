@@ -14,9 +14,11 @@ def test_small_models_are_not_measured(tiny_moe: Callable[..., pathlib.Path]) ->
         assert chosen == {
             "io": "pread: asked for",
             "direct": "no: asked for",
-            "queue_depth": "128: the default",
+            "queue_depth": chosen["queue_depth"],
             "prefetch": "off: asked for",
         }
+        depth, why = chosen["queue_depth"].split(": ")
+        assert 2 <= int(depth) <= 128 and why == "about 2 MiB of slices; not measured"
         assert model.stats()["load_expert_bytes"] == 0
     with ms.Model(tiny_moe(), stream=ms.Stream(cache="min", queue_depth=7)) as model:
         chosen = model.choices()
