@@ -1,4 +1,4 @@
-"""Recorded routings: reading them, and what a least-recently-used cache would read for them.
+"""Recorded routings: reading them, and what this library's cache and a least-recently-used one would read for them.
 
 The format is that of the recordings published by the BigMoeOnEdge project: lines beginning with # hold key=value facts,
 then a CSV with the columns phase (0 prompt, 1 decode), step (the token), layer, slot (the rank of the expert), expert.
@@ -65,4 +65,32 @@ def lru_misses(ids: npt.NDArray[np.int32], n_slots: int) -> list[int]:
                 held[key] = None
                 held.move_to_end(key)
         out.append(misses)
+    return out
+
+
+def misses(ids: npt.NDArray[np.int32], n_slots: int) -> list[int]:
+    """Experts that this library's cache reads for each token: it evicts the expert that most visits of its layer passed
+    over, of equals the one whose layer comes last; never one that the running visit has used.
+    """
+    n_layer = ids.shape[1]
+    held: list[dict[int, int]] = [{} for _ in range(n_layer)]  # expert: token of its last use, the oldest first
+    out = []
+    for now, token in enumerate(ids):
+        n_misses = 0
+        for layer, experts in enumerate(token.tolist()):
+            missing = [expert for expert in experts if expert not in held[layer]]
+            held[layer].update({expert: now for expert in experts if expert in held[layer]})
+            for expert in missing:
+                if sum(map(len, held)) == n_slots:
+                    oldest = [(k, *min(held[k].items(), key=lambda item: item[1])) for k in range(n_layer) if held[k]]
+                    _, _, k, old = max(
+                        (now - used - (k > layer), (k - layer - 1) % n_layer, -k, old)
+                        for k, old, used in oldest
+                        if (k, used) != (layer, now)
+                    )
+                    del held[-k][old]
+                held[layer][expert] = now
+            n_misses += len(missing)
+            held[layer].update({expert: held[layer].pop(expert) for expert in experts})  # in the order of this use
+        out.append(n_misses)
     return out

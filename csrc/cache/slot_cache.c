@@ -1,10 +1,11 @@
 /*
- * cache/slot_cache: the table from expert to slot, the list of slots by last use, and the choice of a victim.
+ * cache/slot_cache: the table from expert to slot, the lists of slots by last use, and the choice of a victim.
  * Guarantees: as slot_cache.h says.
  * Never allocates after open, never reads, never locks.
  *
- * Every slot of a class is in the class's list, empty ones at its end. From head to tail `used_at` never grows, so a
- * search from the tail may stop at the first slot that is too recent.
+ * A slot is in one list: that of its group, or the spare one of its class, with demoted slots in front and empty ones at
+ * the end. In a group's list `used_at` never grows from head to tail, so a search from the tail may stop at the first slot
+ * that is too recent.
  */
 #include "cache/slot_cache.h"
 
@@ -12,32 +13,30 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum {
-    DECAY_CANDIDATES = 32, /* of the least recently used: the best of them is near enough to the best of all */
-    DEFAULT_TOKENS = 12,   /* half-life in tokens; replayed routings were flat between 8 and 16 */
-    DEFAULT_EXPERTS_USED = 8
-};
-
 /* ---- open and close ---- */
 
 static bool allocate(ms_slot_cache * cache, size_t n_experts) {
+    size_t n_lists = (size_t) (cache->n_classes + cache->n_groups);
     cache->slot = ms_calloc((size_t) cache->n_slots, sizeof *cache->slot);
+    cache->head = ms_calloc(n_lists, sizeof *cache->head);
+    cache->tail = ms_calloc(n_lists, sizeof *cache->tail);
     cache->first = ms_calloc((size_t) cache->n_groups, sizeof *cache->first);
     cache->cls_of = ms_calloc((size_t) cache->n_groups, sizeof *cache->cls_of);
     cache->n_expert = ms_calloc((size_t) cache->n_groups, sizeof *cache->n_expert);
+    cache->position = ms_calloc((size_t) cache->n_groups, sizeof *cache->position);
+    cache->visits = ms_calloc((size_t) cache->n_groups, sizeof *cache->visits);
     cache->slot_of = ms_calloc(n_experts, sizeof *cache->slot_of);
-    bool ok = cache->slot != NULL && cache->first != NULL && cache->cls_of != NULL && cache->n_expert != NULL &&
-              cache->slot_of != NULL;
-    if (cache->policy == MS_POLICY_DECAY) {
-        cache->score = ms_calloc(n_experts, sizeof *cache->score);
-        cache->score_at = ms_calloc(n_experts, sizeof *cache->score_at);
-        ok = ok && cache->score != NULL && cache->score_at != NULL;
-    }
-    return ok;
+    return cache->slot != NULL && cache->head != NULL && cache->tail != NULL && cache->first != NULL &&
+           cache->cls_of != NULL && cache->n_expert != NULL && cache->position != NULL && cache->visits != NULL &&
+           cache->slot_of != NULL;
 }
 
 static void init_slots(ms_slot_cache * cache, const int * n_slots) {
     int slot = 0;
+    for (int i = 0; i < cache->n_classes + cache->n_groups; i++) {
+        cache->head[i] = -1;
+        cache->tail[i] = -1;
+    }
     for (int c = 0; c < cache->n_classes; c++) {
         cache->n_free[c] = n_slots[c];
         cache->head[c] = n_slots[c] > 0 ? slot : -1;
@@ -47,6 +46,7 @@ static void init_slots(ms_slot_cache * cache, const int * n_slots) {
             s->group = -1;
             s->expert = -1;
             s->cls = c;
+            s->list = c;
             s->prev = i > 0 ? slot - 1 : -1;
             s->next = i + 1 < n_slots[c] ? slot + 1 : -1;
             for (int k = 0; k < MS_SLOT_SLICES; k++) {
@@ -56,17 +56,24 @@ static void init_slots(ms_slot_cache * cache, const int * n_slots) {
     }
 }
 
+/* Tensors may come in any order in a file, layers do not. */
+static void init_positions(ms_slot_cache * cache, const int * layer) {
+    for (int g = 0; g < cache->n_groups; g++) {
+        for (int k = 0; k < cache->n_groups; k++) {
+            cache->position[g] += layer[k] < layer[g] || (layer[k] == layer[g] && k < g);
+        }
+    }
+}
+
 moestream_status ms_slot_cache_open(ms_slot_cache * cache, int n_groups, const int * group_class,
-                                    const int * group_experts, int n_classes, const int * n_slots, ms_policy policy,
-                                    moestream_error * err) {
+                                    const int * group_experts, const int * group_layer, int n_classes,
+                                    const int * n_slots, moestream_error * err) {
     MS_ASSERT(n_groups >= 0 && n_classes >= 0 && n_classes <= MS_MAX_CLASSES);
     ms_slot_cache fresh;
     memset(&fresh, 0, sizeof fresh);
     fresh.n_groups = n_groups;
     fresh.n_classes = n_classes;
-    fresh.policy = policy;
     fresh.tick = 1; /* 0 marks slots that nothing has used */
-    fresh.half_life = (float) DEFAULT_TOKENS * DEFAULT_EXPERTS_USED * (float) (n_groups > 0 ? n_groups : 1);
     int64_t total_slots = 0;
     int64_t total_experts = 0;
     for (int c = 0; c < n_classes; c++) {
@@ -89,6 +96,7 @@ moestream_status ms_slot_cache_open(ms_slot_cache * cache, int n_groups, const i
                        (long long) total_experts);
     }
     init_slots(&fresh, n_slots);
+    init_positions(&fresh, group_layer);
     int32_t first = 0;
     for (int g = 0; g < n_groups; g++) {
         fresh.first[g] = first;
@@ -108,53 +116,63 @@ void ms_slot_cache_close(ms_slot_cache * cache) {
         return;
     }
     free(cache->slot);
+    free(cache->head);
+    free(cache->tail);
     free(cache->first);
     free(cache->cls_of);
     free(cache->n_expert);
+    free(cache->position);
+    free(cache->visits);
     free(cache->slot_of);
-    free(cache->score);
-    free(cache->score_at);
     memset(cache, 0, sizeof *cache);
 }
 
-/* ---- the list of a class ---- */
+/* ---- lists ---- */
+
+static int group_list(const ms_slot_cache * cache, int group) {
+    return cache->n_classes + group;
+}
 
 static void unlink_slot(ms_slot_cache * cache, int slot) {
     ms_slot * s = &cache->slot[slot];
     if (s->prev >= 0) {
         cache->slot[s->prev].next = s->next;
     } else {
-        cache->head[s->cls] = s->next;
+        cache->head[s->list] = s->next;
     }
     if (s->next >= 0) {
         cache->slot[s->next].prev = s->prev;
     } else {
-        cache->tail[s->cls] = s->prev;
+        cache->tail[s->list] = s->prev;
     }
 }
 
-static void move_to_head(ms_slot_cache * cache, int slot) {
+static void move_to_head(ms_slot_cache * cache, int slot, int list) {
     ms_slot * s = &cache->slot[slot];
-    if (s->prev < 0) {
-        return;
-    }
     unlink_slot(cache, slot);
+    s->list = list;
     s->prev = -1;
-    s->next = cache->head[s->cls];
-    cache->slot[s->next].prev = slot; /* the list held another slot in front of this one */
-    cache->head[s->cls] = slot;
+    s->next = cache->head[list];
+    if (s->next >= 0) {
+        cache->slot[s->next].prev = slot;
+    } else {
+        cache->tail[list] = slot;
+    }
+    cache->head[list] = slot;
 }
 
-static void move_to_tail(ms_slot_cache * cache, int slot) {
+static void move_to_tail(ms_slot_cache * cache, int slot, int list) {
     ms_slot * s = &cache->slot[slot];
-    if (s->next < 0) {
-        return;
-    }
     unlink_slot(cache, slot);
+    s->list = list;
     s->next = -1;
-    s->prev = cache->tail[s->cls];
-    cache->slot[s->prev].next = slot;
-    cache->tail[s->cls] = slot;
+    s->prev = cache->tail[list];
+    if (s->prev >= 0) {
+        cache->slot[s->prev].next = slot;
+    } else {
+        cache->head[list] = slot;
+    }
+    cache->tail[list] = slot;
 }
 
 /* ---- experts ---- */
@@ -177,54 +195,40 @@ static bool is_free(const ms_slot * s) {
     return s->pins == 0 && s->reading == 0;
 }
 
-/* 2^-x for x >= 0, straight lines between the whole numbers: a ranking needs no more, and it is the same everywhere. */
-static float halved(float x) {
-    if (!(x < 120.0f)) { /* not a number, too */
-        return 0.0f;
-    }
-    uint32_t whole = (uint32_t) x;
-    uint32_t bits = (127u - whole) << 23;
-    float power;
-    memcpy(&power, &bits, sizeof power);
-    return power * (1.0f - 0.5f * (x - (float) whole));
-}
-
-static float score_now(const ms_slot_cache * cache, int at) {
-    return cache->score[at] * halved((float) (cache->tick - cache->score_at[at]) / cache->half_life);
-}
-
-/* The slot to give up, -1 if none may be. */
-static int find_victim(const ms_slot_cache * cache, int cls, uint64_t spare_after) {
-    int best = -1;
-    float best_score = 0.0f;
-    int n_seen = 0;
-    if (cache->n_free[cls] == 0) {
-        return -1;
-    }
+/* The slot to give up, -1 if none may be. `sparing`: not what the running pass over the layer that is visited has used. */
+static int find_victim(const ms_slot_cache * cache, int cls, uint64_t spare_after, bool sparing) {
     for (int slot = cache->tail[cls]; slot >= 0; slot = cache->slot[slot].prev) {
-        const ms_slot * s = &cache->slot[slot];
-        if (s->group >= 0 && spare_after != 0 && s->used_at >= spare_after) {
-            break; /* and all in front of it are as recent */
-        }
-        if (!is_free(s)) {
-            continue;
-        }
-        if (s->group < 0 || cache->policy == MS_POLICY_LRU) {
+        if (is_free(&cache->slot[slot])) {
             return slot;
         }
-        float score = score_now(cache, expert_at(cache, s->group, s->expert));
-        if (best < 0 || score < best_score) { /* of equals the less recently used */
-            best = slot;
-            best_score = score;
+    }
+    int best = -1, best_until = 0;
+    uint32_t best_missed = 0;
+    for (int g = 0; g < cache->n_groups; g++) {
+        int slot = cache->cls_of[g] == cls ? cache->tail[group_list(cache, g)] : -1;
+        while (slot >= 0 && !is_free(&cache->slot[slot])) {
+            slot = cache->slot[slot].prev;
         }
-        if (++n_seen == DECAY_CANDIDATES) {
-            break;
+        const ms_slot * s = slot >= 0 ? &cache->slot[slot] : NULL;
+        if (s == NULL || (spare_after != 0 && s->used_at >= spare_after)) {
+            continue;
+        }
+        uint32_t missed = cache->visits[g] - s->visit;
+        int until = cache->position[g] - cache->here; /* visits of layers until it may be needed */
+        until += until <= 0 ? cache->n_groups : 0;
+        if (sparing && missed == 0 && cache->position[g] == cache->here) {
+            continue;
+        }
+        if (best < 0 || missed > best_missed || (missed == best_missed && until > best_until)) {
+            best = slot;
+            best_missed = missed;
+            best_until = until;
         }
     }
     return best;
 }
 
-/* Empties a slot; its place in the list stays. */
+/* Empties a slot; its place in its list stays. */
 static void detach(ms_slot_cache * cache, ms_slot * s) {
     if (s->group >= 0) {
 #ifndef MS_MUTATE_STALE_SLOT
@@ -245,7 +249,9 @@ static void detach(ms_slot_cache * cache, ms_slot * s) {
 int ms_slot_assign(ms_slot_cache * cache, int group, int expert, uint64_t spare_after) {
     int at = expert_at(cache, group, expert);
     MS_ASSERT(cache->slot_of[at] < 0 && cache->cls_of[group] >= 0);
-    int slot = find_victim(cache, cache->cls_of[group], spare_after);
+    int cls = cache->cls_of[group];
+    int slot = cache->n_free[cls] > 0 ? find_victim(cache, cls, spare_after, true) : -1;
+    slot = slot < 0 && cache->n_free[cls] > 0 ? find_victim(cache, cls, spare_after, false) : slot;
     if (slot < 0) {
         return -1;
     }
@@ -255,10 +261,17 @@ int ms_slot_assign(ms_slot_cache * cache, int group, int expert, uint64_t spare_
     s->group = group;
     s->expert = expert;
     s->used_at = cache->tick; /* also of what is read ahead: the next read ahead must not evict it */
+    s->visit = cache->visits[group];
     cache->slot_of[at] = slot;
     cache->used++;
-    move_to_head(cache, slot);
+    move_to_head(cache, slot, group_list(cache, group));
     return slot;
+}
+
+void ms_slot_visit(ms_slot_cache * cache, int group) {
+    MS_ASSERT(group >= 0 && group < cache->n_groups);
+    cache->visits[group]++;
+    cache->here = cache->position[group];
 }
 
 void ms_slot_touch(ms_slot_cache * cache, int slot) {
@@ -266,13 +279,9 @@ void ms_slot_touch(ms_slot_cache * cache, int slot) {
     MS_ASSERT(s->group >= 0);
     cache->tick++;
     s->used_at = cache->tick;
+    s->visit = cache->visits[s->group];
     s->passing = false;
-    move_to_head(cache, slot);
-    if (cache->policy == MS_POLICY_DECAY) {
-        int at = expert_at(cache, s->group, s->expert);
-        cache->score[at] = score_now(cache, at) + 1.0f;
-        cache->score_at[at] = cache->tick;
-    }
+    move_to_head(cache, slot, group_list(cache, s->group));
 }
 
 void ms_slot_forget(ms_slot_cache * cache, int slot) {
@@ -280,7 +289,7 @@ void ms_slot_forget(ms_slot_cache * cache, int slot) {
     MS_ASSERT(is_free(s));
     detach(cache, s);
     s->used_at = 0;
-    move_to_tail(cache, slot);
+    move_to_tail(cache, slot, s->cls);
 }
 
 /* ---- pins and reads ---- */
@@ -332,11 +341,9 @@ void ms_slot_cancel_read(ms_slot_cache * cache, int slot, int slice) {
 
 void ms_slot_demote(ms_slot_cache * cache, int slot) {
     ms_slot * s = slot_at(cache, slot);
-    if (cache->slot[cache->tail[s->cls]].group >=
-        0) { /* empty slots come last and are taken first: then nothing is needed */
-        s->used_at = 0;
-        move_to_tail(cache, slot);
-    }
+    MS_ASSERT(s->group >= 0);
+    s->used_at = 0;
+    move_to_head(cache, slot, s->cls);
 }
 
 void ms_slot_clear(ms_slot_cache * cache, int slot, int slice) {
@@ -377,22 +384,30 @@ static void check_slot(const ms_slot_cache * cache, int slot) {
 void ms_slot_cache_check(const ms_slot_cache * cache) {
     int n_listed = 0;
     int n_holding = 0;
-    for (int c = 0; c < cache->n_classes; c++) {
-        int n_free = 0;
+    int n_free[MS_MAX_CLASSES] = {0};
+    for (int l = 0; l < cache->n_classes + cache->n_groups; l++) {
         int before = -1;
-        for (int slot = cache->head[c]; slot >= 0; slot = cache->slot[slot].next) {
+        for (int slot = cache->head[l]; slot >= 0; slot = cache->slot[slot].next) {
             const ms_slot * s = &cache->slot[slot];
-            MS_ASSERT(slot < cache->n_slots && s->cls == c && s->prev == before);
-            MS_ASSERT(before < 0 || cache->slot[before].used_at >= s->used_at);
-            MS_ASSERT(before < 0 || cache->slot[before].group >= 0 || s->group < 0); /* empty ones come last */
+            MS_ASSERT(slot < cache->n_slots && s->list == l && s->prev == before);
+            if (l < cache->n_classes) {
+                MS_ASSERT(s->cls == l && s->used_at == 0);
+                MS_ASSERT(before < 0 || cache->slot[before].group >= 0 || s->group < 0); /* empty ones come last */
+            } else {
+                MS_ASSERT(s->group == l - cache->n_classes && s->visit <= cache->visits[s->group]);
+                MS_ASSERT(before < 0 || cache->slot[before].used_at >= s->used_at);
+            }
             check_slot(cache, slot);
-            n_free += is_free(s);
+            n_free[s->cls] += is_free(s);
             n_holding += s->group >= 0;
             n_listed++;
             MS_ASSERT(n_listed <= cache->n_slots); /* no cycle */
             before = slot;
         }
-        MS_ASSERT(cache->tail[c] == before && cache->n_free[c] == n_free);
+        MS_ASSERT(cache->tail[l] == before);
+    }
+    for (int c = 0; c < cache->n_classes; c++) {
+        MS_ASSERT(cache->n_free[c] == n_free[c]);
     }
     MS_ASSERT(n_listed == cache->n_slots && n_holding == cache->used);
     int n_found = 0;

@@ -1,7 +1,12 @@
 /*
  * cache/slot_cache: which expert is in which slot, and which slot to give up next. Pure bookkeeping.
  * Guarantees: a slot that is pinned or has a read in flight is never evicted; an expert is in at most one slot;
- * every operation is O(1) except a victim search past unevictable slots.
+ * every operation is O(1) except a victim search, which looks at each layer once, past unevictable slots.
+ *
+ * Layers are visited in turn, so the least recently used expert is one that the next layer is about to need: with a cache
+ * of fewer experts than a token uses, least-recently-used finds nothing at all. The victim here is the expert that was
+ * passed over by most visits of its layer, and of equals the one whose layer comes last (docs/benchmarks.md: never more
+ * reads than least-recently-used, a third less where several sequences share a small cache).
  * Never allocates after init, never reads, never locks: the caller holds the stream's lock around every call; the
  * slice states alone are atomics, read without it.
  *
@@ -26,15 +31,15 @@ enum { MS_SLOT_SLICES = 4 };
 
 typedef enum ms_slice_state { MS_EMPTY = 0, MS_READING = 1, MS_READY = 2, MS_FAILED = 3 } ms_slice_state;
 
-typedef enum ms_policy { MS_POLICY_LRU = 0, MS_POLICY_DECAY = 1 } ms_policy;
-
 typedef struct ms_slot {
     int32_t group; /* -1: nothing here */
     int32_t expert;
     int32_t cls;
     int32_t pins;
     int32_t reading; /* slices in flight */
-    int32_t prev, next; /* LRU list of the class, most recent first; -1 ends */
+    int32_t list;       /* the list it is in: its class's spare one, or its group's */
+    int32_t prev, next; /* most recent first; -1 ends */
+    uint32_t visit;     /* of its layer, at the last use or at the assignment */
     uint64_t used_at;   /* tick of the last demand use, or of the assignment; 0: forgotten */
     bool passing; /* taken by a scan (a warm-up selects every expert): goes first once released; touch clears it */
     bool prefetched; /* read ahead and not yet asked for: the caller sets and clears it, eviction clears it */
@@ -45,27 +50,26 @@ typedef struct ms_slot_cache {
     ms_slot * slot;
     int n_slots;
     int n_classes;
-    int head[MS_MAX_CLASSES], tail[MS_MAX_CLASSES];
+    int32_t *head, *tail; /* [n_classes] spare slots: demoted ones, then empty ones; [n_groups] the slots of a group */
     int n_free[MS_MAX_CLASSES]; /* slots nobody pins and no read is in flight for */
     int n_groups;
     int32_t * first; /* [n_groups] where the group's row of slot_of begins */
     int32_t * cls_of; /* [n_groups] */
     int32_t * n_expert; /* [n_groups] */
     int32_t * slot_of; /* slot or -1 */
+    int32_t * position; /* [n_groups] in the order in which layers come */
+    uint32_t * visits; /* [n_groups] so far */
+    int here; /* position of the layer that was visited last */
     uint64_t tick; /* counts touches */
     uint64_t n_evictions;
     int used; /* slots that hold an expert */
-    ms_policy policy;
-    float * score; /* MS_POLICY_DECAY: [experts] decayed frequency */
-    uint64_t * score_at;
-    float half_life; /* in ticks; open sets a guess, the caller may set the model's own */
 } ms_slot_cache;
 
-/* group_class[g], group_experts[g]: size class (-1: never gets a slot) and number of experts of group g. n_slots[c]
- * slots of class c. Errors: NOMEM. */
+/* group_class[g], group_experts[g], group_layer[g]: size class (-1: never gets a slot), number of experts and layer of
+ * group g. n_slots[c] slots of class c. Errors: NOMEM. */
 moestream_status ms_slot_cache_open(ms_slot_cache * cache, int n_groups, const int * group_class,
-                                    const int * group_experts, int n_classes, const int * n_slots, ms_policy policy,
-                                    moestream_error * err);
+                                    const int * group_experts, const int * group_layer, int n_classes,
+                                    const int * n_slots, moestream_error * err);
 void ms_slot_cache_close(ms_slot_cache * cache);
 
 /* Slot that holds the expert, -1 if none. */
@@ -76,7 +80,10 @@ int ms_slot_find(const ms_slot_cache * cache, int group, int expert);
  * evict what was just needed). */
 int ms_slot_assign(ms_slot_cache * cache, int group, int expert, uint64_t spare_after);
 
-/* Demand use: most recent in the list, counts for the policy. */
+/* A pass over a layer begins: what it does not touch was passed over. */
+void ms_slot_visit(ms_slot_cache * cache, int group);
+
+/* Demand use. */
 void ms_slot_touch(ms_slot_cache * cache, int slot);
 
 void ms_slot_pin(ms_slot_cache * cache, int slot);
@@ -92,7 +99,7 @@ void ms_slot_cancel_read(ms_slot_cache * cache, int slot, int slice);
 void ms_slot_clear(ms_slot_cache * cache, int slot, int slice);
 /* The next victim of its class, should nobody ask for it before. */
 void ms_slot_demote(ms_slot_cache * cache, int slot);
-/* Forgets the expert in a slot; the slot must be neither pinned nor in flight. It becomes the next victim. */
+/* Forgets the expert in a slot, which must be neither pinned nor in flight; empty slots are taken first. */
 void ms_slot_forget(ms_slot_cache * cache, int slot);
 
 static inline ms_slice_state ms_slot_state(const ms_slot_cache * cache, int slot, int slice) {

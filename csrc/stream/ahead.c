@@ -57,15 +57,6 @@ void ms_ahead_settle_locked(ms_stream * s, int group) {
     }
 }
 
-void ms_ahead_keep_locked(ms_stream * s, int group, const int32_t * experts, int n) {
-    for (int i = 0; i < n && s->ahead_open[group] > 0; i++) {
-        int slot = ms_slot_find(&s->cache, group, experts[i]);
-        if (slot >= 0 && s->cache.slot[slot].prefetched) {
-            ms_slot_touch(&s->cache, slot);
-        }
-    }
-}
-
 /* A slot for a guess, pinned; -1: no room, -2: it has one. */
 static int guess_locked(ms_stream * s, int group, int expert, uint64_t spare_after) {
     if (expert < 0 || expert >= s->index->group[group].n_expert || ms_slot_find(&s->cache, group, expert) >= 0) {

@@ -241,6 +241,17 @@ static void note_use_locked(ms_stream * s, const ms_demand * d) {
     }
 }
 
+/* What is there is touched first, so that it is not the victim of what is missing beside it. */
+static void begin_visit_locked(ms_stream * s, int group, const int32_t * experts, int n) {
+    ms_slot_visit(&s->cache, group);
+    for (int i = 0; i < n; i++) {
+        int slot = ms_slot_find(&s->cache, group, experts[i]);
+        if (slot >= 0) {
+            ms_slot_touch(&s->cache, slot);
+        }
+    }
+}
+
 static int scan_slots(const ms_stream * s) {
     return s->index->n_expert_used > 0 ? s->index->n_expert_used : 1;
 }
@@ -255,7 +266,7 @@ int ms_stream_acquire(ms_stream * s, const ms_demand * d, const int32_t * expert
         note_use_locked(s, d);
     }
     if (d->leader && !d->scan) {
-        ms_ahead_keep_locked(s, d->group, experts, n);
+        begin_visit_locked(s, d->group, experts, n);
     }
     for (; got < n; got++) {
         int slot = ms_slot_find(&s->cache, d->group, experts[got]);

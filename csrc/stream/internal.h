@@ -168,8 +168,6 @@ void ms_stream_submit_waiting(ms_stream * stream);
 bool ms_ahead_take_locked(ms_stream * stream, ms_want * want);
 bool ms_ahead_claim_locked(ms_stream * stream, int slot, int slice);
 void ms_ahead_settle_locked(ms_stream * stream, int group);
-/* Before slots are given to what is missing: guesses that turn out to be needed are not to be their victims. */
-void ms_ahead_keep_locked(ms_stream * stream, int group, const int32_t * experts, int n);
 
 uint64_t ms_checksum(const uint8_t * bytes, size_t n);
 

@@ -60,16 +60,17 @@ moestream_status ms_stream_make_cache(const ms_stream * s, uint64_t budget, ms_c
     if (st != MOESTREAM_OK) {
         return st;
     }
-    int * experts = ms_calloc((size_t) s->index->n_groups, sizeof(int));
+    int * experts = ms_calloc((size_t) s->index->n_groups, 2 * sizeof(int));
+    int * layers = experts != NULL ? experts + s->index->n_groups : NULL;
     if (experts == NULL) {
         ms_stream_drop_cache(&p);
         return ms_fail(err, MOESTREAM_ERR_NOMEM, ENOMEM, "no memory for the cache's tables");
     }
     for (int g = 0; g < s->index->n_groups; g++) {
         experts[g] = s->index->group[g].n_expert;
+        layers[g] = s->index->group[g].layer;
     }
-    st = ms_slot_cache_open(&p.cache, s->index->n_groups, s->group_class, experts, z->n_classes, n_slots, MS_POLICY_LRU,
-                            err);
+    st = ms_slot_cache_open(&p.cache, s->index->n_groups, s->group_class, experts, layers, z->n_classes, n_slots, err);
     free(experts);
     int slices = p.slab.total_slots * MS_MAX_SLICES;
     if (st == MOESTREAM_OK) {

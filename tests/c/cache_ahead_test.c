@@ -5,8 +5,8 @@
 
 static bool open_cache(ms_slot_cache * cache, int n_slots) {
     const int group_class[2] = {0, 0};
-    const int group_experts[2] = {20, 20};
-    return CHECK(ms_slot_cache_open(cache, 2, group_class, group_experts, 1, &n_slots, MS_POLICY_LRU, NULL) ==
+    const int group_experts[2] = {20, 20}, group_layer[2] = {0, 1};
+    return CHECK(ms_slot_cache_open(cache, 2, group_class, group_experts, group_layer, 1, &n_slots, NULL) ==
                  MOESTREAM_OK);
 }
 

@@ -1,4 +1,5 @@
-"""Replaying a recorded routing: what is read is what a simulation of a least-recently-used cache reads, byte for byte.
+"""Replaying a recorded routing: what is read is what a simulation of the cache reads, byte for byte, and not more than
+a least-recently-used cache would.
 
 CI replays a made-up routing with the habits of real ones (some experts often, the last token's experts again).
 MOESTREAM_TRACES may name a folder with recordings (*.route.csv, see bench/traces.py), which are replayed as well.
@@ -46,7 +47,7 @@ def recordings() -> list[str]:
 
 
 @pytest.mark.parametrize("source", recordings())
-def test_reads_are_those_of_a_simulated_lru(source: str) -> None:
+def test_reads_are_those_of_a_simulated_cache(source: str) -> None:
     if source == "made up":
         n_layer, n_expert = 12, 64
         ids = made_up(n_layer, n_expert, 4)
@@ -71,7 +72,8 @@ def test_reads_are_those_of_a_simulated_lru(source: str) -> None:
                 misses.append(seen - before)
                 before = seen
             stats = model.stats()
-        assert misses == traces.lru_misses(ids, n_slots)
+        assert misses == traces.misses(ids, n_slots)
+        assert sum(misses) <= 1.01 * sum(traces.lru_misses(ids, n_slots))
         assert stats["n_reads"] == 3 * sum(misses), "gate, up and down of each, once"
         assert stats["slice_bytes"] == sum(misses) * plan.expert_bytes // (n_layer * n_expert)
         print(
