@@ -24,6 +24,7 @@ import datetime
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -154,7 +155,9 @@ def replay_files(trace: traces.Trace, folder: Path) -> dict[int, Path]:
 def run(
     args: argparse.Namespace, path: Path, names: list[str], trace: traces.Trace | None, folder: Path
 ) -> tuple[dict[str, list[dict[str, Any]]], list[float]]:
-    """Every variant once a round, in turn; and the disk's rate, once a round."""
+    """Every variant once a round, and the disk's rate. The order is another one in each round: on a virtual machine,
+    memory that a large process has left has to be fetched from the host again, and the run behind it pays for that.
+    """
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     limit = None if args.memory_limit == "none" else parse_size(args.memory_limit, "--memory-limit")
     disk: list[float] = []
@@ -164,7 +167,7 @@ def run(
     for repeat in range(args.repeats):
         bench.drop_caches()
         disk.append(float(bench.run_worker(disk_job, None)["disk_read_bytes_per_s"]))
-        for name in names:
+        for name in random.Random(repeat).sample(names, len(names)):
             variant = VARIANTS[name]
             slow = variant.mode == "mmap"
             job = {

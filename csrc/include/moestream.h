@@ -154,7 +154,7 @@ typedef struct moestream_params {
     int32_t cache_none; /* 1: nothing is kept between operations, cache_bytes is ignored */
     int32_t io; /* MOESTREAM_IO_* */
     int32_t direct; /* MOESTREAM_DIRECT_* */
-    int32_t queue_depth; /* reads in flight, 1 to 1024; 0 = 128, or less where a short measurement at open says so */
+    int32_t queue_depth; /* slices in flight at most, 1 to 1024; 0 = as few as keep the disk busy, up to 128 of many */
     int32_t n_readers; /* threads of the pread engine, 1 to 64; 0 = 4 */
     int32_t prefetch; /* MOESTREAM_PREFETCH_* */
     int32_t verify; /* 1: keep a checksum of each slice and compare it on every use */
@@ -192,7 +192,7 @@ typedef struct moestream_plan_info {
     uint64_t expert_bytes; /* routed expert weights of the model */
     uint64_t dense_bytes; /* everything else */
     uint64_t stream_bytes; /* expert weights this plan streams */
-    uint64_t cycle_bytes; /* slab bytes one token touches: below it LRU gives no hits */
+    uint64_t cycle_bytes; /* slab bytes one token touches: with less, most of them are read for each token */
     uint64_t min_cache_bytes; /* smallest cache that opens */
     uint64_t full_cache_bytes; /* slab bytes that hold every streamed expert */
 } moestream_plan_info;
@@ -349,7 +349,7 @@ void moestream_context_begin_call(moestream_context * ctx);
 /* One line that says what is on: layers, bytes, engine, direct or not, and why. Owner: `ms`. */
 const char * moestream_describe(const moestream * ms);
 
-/* What was chosen for this store and why, a line each: "queue_depth=48: measured at open: ...". Writes at most n bytes with
+/* What was chosen for this store and why, a line each: "queue_depth=2: measured at open, ...". Writes at most n bytes with
  * the ending zero, returns the length it would take. */
 size_t moestream_choices(const moestream * ms, char * buf, size_t n);
 

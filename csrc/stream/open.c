@@ -235,8 +235,8 @@ moestream_status ms_stream_open(ms_stream ** out, const ms_index * index, const 
     if (!options->cache_none && s->slab.bytes < s->sizes.cycle_bytes) {
         ms_log(
             MS_LOG_WARN,
-            "the cache of %.1f MiB is smaller than what one token touches (%.1f MiB): nearly every expert will be read "
-            "again for each token",
+            "the cache of %.1f MiB is smaller than what one token touches (%.1f MiB): most experts will be read again "
+            "for each token",
             (double) s->slab.bytes / (1 << 20), (double) s->sizes.cycle_bytes / (1 << 20));
     }
     *out = s;

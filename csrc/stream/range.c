@@ -7,7 +7,7 @@
 
 #include "stream/internal.h"
 
-enum { MS_CHUNK = 1 << 20, MS_RATE_SLOTS = 8 };
+enum { MS_CHUNK = 1 << 20, MS_RATE_SLOTS = 4 };
 
 static void pump(ms_stream * s) {
     uint64_t seen = s->reader->ops->completed(s->reader);

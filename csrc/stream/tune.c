@@ -18,8 +18,8 @@
 
 enum { N_DEPTHS = 5, MS_KNOWN = 16, MS_UNTUNED_BYTES = 2 << 20 };
 static const int DEPTHS[N_DEPTHS] = {2, 4, 8, 24, 96};
-static const uint64_t MS_TUNE_NS = 90 * 1000 * 1000;
-static const double ABOUT_AS_FAST = 0.85;
+static const uint64_t MS_TUNE_NS = 45 * 1000 * 1000;
+static const double ABOUT_AS_FAST = 0.8;
 
 /* ---- devices that were measured ---- */
 

@@ -29,10 +29,11 @@ class Stream:
         cache: memory for experts: bytes, "8GiB", "25%" of all streamed experts, "min", or "auto" (by what is free).
             0 keeps nothing between operations.
         io: reader: "auto" tries io_uring and falls back to pread, saying why once; the other two are required.
-        prefetch: read ahead while the disk is idle.
+        prefetch: read the experts that the next layer will probably choose while this one computes; "auto" pauses by
+            itself while that costs more than it wins.
         dense: where the weights that are not streamed live: "anon" memory, or "mmap", llama.cpp's own way.
         direct: bypass the page cache: "auto" where the file system allows it, "on" required, "off" never.
-        queue_depth: reads in flight, 1 to 1024; 0 is the library's choice.
+        queue_depth: slices in flight at most, 1 to 1024; 0 is the library's choice: as few as keep the disk busy.
         readers: threads of the pread reader, 1 to 64; 0 is the library's choice.
         verify: keep a checksum of each slice and compare it on every use (slow; for diagnosis).
         deadline_s: seconds after which a read that has not come back fails the call.
