@@ -356,7 +356,10 @@ const uint8_t * ms_stream_payload(const ms_stream * s, int slot, int slice) {
 
 /* Local storage answers sooner than a sleeping thread is woken, and threads that are woken one after the other end one
  * after the other. Threads of an engine of its own need the core instead. */
-static void spin(ms_stream * s, int slot, int slice) {
+void ms_stream_spin(ms_stream * s, int slot, int slice) {
+    if (!s->reader->ops->by_poll) {
+        return;
+    }
     for (uint64_t until = ms_now_ns() + MS_SPIN_NS;
          ms_stream_state(s, slot, slice) == MS_READING && ms_now_ns() < until;) {
         if (ms_stream_poll(s) == 0) {
@@ -366,9 +369,6 @@ static void spin(ms_stream * s, int slot, int slice) {
 }
 
 void ms_stream_wait(ms_stream * s, int slot, int slice) {
-    if (s->reader->ops->by_poll) {
-        spin(s, slot, slice);
-    }
     uint64_t seen = s->reader->ops->completed(s->reader);
     if (ms_stream_state(s, slot, slice) == MS_READING) {
         s->reader->ops->wait(s->reader, seen, MS_WAIT_NS);

@@ -280,7 +280,7 @@ def test_slow_storage_warns_once_with_the_expected_speed(io: str) -> None:
         """
         with opened() as model, model.context(256, n_threads=2) as context:
             faults("read:path=.gguf,min=4096,delay_ms=50")
-            context.decode([1]); context.decode([2])
+            for token in range(1, 9): context.decode([token])
             faults("")
         """,
         io=io,
