@@ -92,9 +92,10 @@ int ms_stream_prefetch(ms_stream * s, int group, const int32_t * experts, int n,
     for (int k = 0; k < n_read; k++) {
         for (int i = 0; i < n_slots; i++) {
             int slice = ms_used_locked(s, group, k);
-            ms_stream_request_locked(s, slots[i], slice, &s->ahead, &mine);
-            *waiting_at(s, slots[i], slice) = 1;
-            s->n_ahead_waiting++;
+            if (!ms_stream_request_locked(s, slots[i], slice, &s->ahead, &mine)) {
+                *waiting_at(s, slots[i], slice) = 1;
+                s->n_ahead_waiting++;
+            }
         }
     }
     for (int i = 0; i < n_slots; i++) {

@@ -227,17 +227,16 @@ static void count(moestream_stats * counts, ms_slot * slot, bool found, bool in_
     }
 }
 
-/* With several contexts in one layer at once the order may be wrong for a while: then reads come in another order. */
+/* Always a permutation. With several contexts in one layer at once it may be another one for a while. */
 static void note_use_locked(ms_stream * s, const ms_demand * d) {
     uint8_t *order = &s->use_order[d->group * MS_MAX_SLICES], *n = &s->n_used[d->group];
     *n = d->leader ? 0 : *n;
-    if (*n < s->index->group[d->group].n_slices) {
-        int k = *n;
-        while (k + 1 < s->index->group[d->group].n_slices && order[k] != d->slice) {
-            k++;
+    for (int k = *n; k < s->index->group[d->group].n_slices; k++) {
+        if (order[k] == d->slice) {
+            order[k] = order[*n];
+            order[(*n)++] = (uint8_t) d->slice;
+            break;
         }
-        order[k] = order[*n];
-        order[(*n)++] = (uint8_t) d->slice;
     }
 }
 

@@ -145,36 +145,43 @@ def _hand_over(job: Callable[[], None]) -> None:
 
 def in_helper_thread(work: Callable[[], int], cancel: Callable[[], None]) -> int:
     """Runs `work` in another thread while this one, the main thread, stays open to signals. An exception that a
-    signal handler raises (Ctrl-C) cancels the work, waits for its end, and goes on from here."""
+    signal handler raises (Ctrl-C) cancels the work, waits for its end, and goes on from here.
+
+    The waiting is done in C (SimpleQueue): an interrupt inside threading.Event or Condition, which are Python, leaves
+    their lock taken or taken away. All that is decided here is noted by one append, which no interrupt can halve.
+    """
     result: list[int] = []
     failed: list[BaseException] = []
-    done = threading.Event()
-    # Whoever takes it decides whether the work runs: an interrupt may come before the thread has begun.
-    claim = threading.Lock()
+    ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+    # Who comes first decides whether the work runs: an interrupt may come before the thread has begun.
+    first: list[str] = []
 
     def run() -> None:
-        if not claim.acquire(blocking=False):
+        first.append("helper")
+        if first[0] != "helper":
             return
         try:
             result.append(work())
         except BaseException as error:  # carried over to the waiting thread
             failed.append(error)
         finally:
-            done.set()
+            ended.put(None)
 
     launched = False
     interrupted: BaseException | None = None
-    while True:
+    while not result and not failed:
         try:
             if not launched:
                 launched = True
                 _hand_over(run)
             if interrupted is not None:
                 cancel()
-                if claim.acquire(blocking=False):
+                first.append("waiter")
+                if first[0] == "waiter":
                     break
-            if done.wait(0.5):
-                break
+            ended.get(timeout=0.5)
+        except queue.Empty:
+            continue
         except BaseException as error:
             interrupted = error
     if interrupted is not None:

@@ -7,10 +7,12 @@ for the calls in flight; garbage collection and interpreter exit are only the ne
 from __future__ import annotations
 
 import os
+import queue
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -73,21 +75,24 @@ class ModelHandles:
         self.keep: list[Any] = []  # arrays that C points into while the model lives
         self._users = 0
         self._closing = False
-        self._idle = threading.Condition()
+        # In C both, and no Condition: an interrupt inside that one, which is Python, can leave its lock taken.
+        self._lock = threading.Lock()
+        self._left: queue.SimpleQueue[None] = queue.SimpleQueue()  # of users, while closing
 
     def enter(self) -> None:
         """Holds the handles open for one call or one context. Raises ClosedError once closing has begun, and in a
         process forked since."""
         refuse_after_fork(self.pid)
-        with self._idle:
+        with self._lock:
             if self._closing:
                 raise ClosedError("the model was used after it was closed")
             self._users += 1
 
     def leave(self) -> None:
-        with self._idle:
+        with self._lock:
             self._users -= 1
-            self._idle.notify_all()
+            if self._closing:
+                self._left.put(None)
 
     @property
     def store(self) -> Any:
@@ -108,10 +113,14 @@ class ModelHandles:
         frees under a call that does not end."""
         if self.pid != os.getpid():
             return  # the parent's
-        with self._idle:
+        with self._lock:
             self._closing = True
-            if not self._idle.wait_for(lambda: self._users == 0, timeout):
+        until = None if timeout is None else time.monotonic() + timeout
+        while self._users > 0:
+            if until is not None and time.monotonic() >= until:
                 return
+            with suppress(queue.Empty):  # several may wait for the same user to leave
+                self._left.get(timeout=0.1)
         if timeout is None:
             uninterrupted(self._free_now)
         else:

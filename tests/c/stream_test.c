@@ -355,6 +355,33 @@ TEST(several_contexts_share_a_minimal_cache_while_it_is_resized) {
     ms_stream_close(r.stream);
 }
 
+/* Two contexts in one layer, in step: what is learnt of the order must stay a permutation, or a guess is counted twice and
+ * a resize waits for ever. */
+TEST(contexts_in_one_layer_leave_the_order_of_use_a_permutation) {
+    rig r;
+    memset(&r, 0, sizeof r);
+    REQUIRE(rig_open(&r, N_EXPERTS, NULL));
+    int32_t expert = 0, slot, guesses[2] = {3, 4};
+    moestream_stats counts = {0};
+    const int slices[] = {2, 2, 0, 0, 1, 1};
+    for (int i = 0; i < 6; i++) {
+        ms_demand d = {.group = 0, .slice = slices[i], .leader = i < 2, .begins = true};
+        REQUIRE(ms_stream_acquire(r.stream, &d, &expert, 1, &slot, &counts) == 1);
+        unsigned seen = 0;
+        for (int k = 0; k < N_SLICES; k++) {
+            seen |= 1u << r.stream->use_order[k];
+        }
+        CHECK(seen == (1u << N_SLICES) - 1);
+        ms_stream_end(r.stream, slices[i], &slot, 1);
+    }
+    CHECK(r.stream->use_order[0] == 2 && r.stream->use_order[1] == 0 && r.stream->use_order[2] == 1);
+    CHECK(ms_stream_prefetch(r.stream, 0, guesses, 2, true, 0, &counts) == 2);
+    settle(&r);
+    CHECK(r.stream->n_ahead_waiting == 0 && counts.n_prefetch == 2);
+    CHECK(ms_stream_resize(r.stream, slots_of(&r, 2 * N_USED), NULL) == MOESTREAM_OK);
+    ms_stream_close(r.stream);
+}
+
 TEST(no_cache_keeps_nothing_and_is_right) {
     ms_stream_options o = {.queue_depth = 3, .direct = MOESTREAM_DIRECT_OFF, .cache_none = true};
     rig r = {.script = {.seed = 1, .reorder = true}};
@@ -384,6 +411,7 @@ static const check_test tests[] = {
     LISTED(a_read_that_does_not_end_is_busy_for_resize_and_has_an_age),
     LISTED(slow_reads_are_warned_of_once),
     LISTED(several_contexts_share_a_minimal_cache_while_it_is_resized),
+    LISTED(contexts_in_one_layer_leave_the_order_of_use_a_permutation),
     LISTED(no_cache_keeps_nothing_and_is_right),
 };
 

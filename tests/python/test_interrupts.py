@@ -64,8 +64,7 @@ with opened() as model:
     grown, more = rss() - before, len(open("/proc/self/maps").readlines()) - maps
     print(hit, grown, more)
     assert hit > 9, hit
-    # two of 100 may be lost to interrupts that Python swallows inside its own weakref.finalize
-    assert grown < 150 << 20 and more < 60, (grown, more)
+    assert grown < 48 << 20 and more < 20, (grown, more)
     with model.context(256, n_threads=2) as context:
         assert same(steps(context), reference())
 """,
@@ -90,8 +89,8 @@ hit = storm(200, longest, load, 2)
 grown = rss() - before
 print(hit, grown)
 assert hit > 40, hit
-# Python swallows an interrupt inside its own weakref.finalize and loses that finalizer: one or two of 200 models
-assert len(os.listdir("/proc/self/fd")) <= fds + 16
+# A model that an interrupt left to the collector is freed at exit only, should another one hit weakref.finalize itself
+assert len(os.listdir("/proc/self/fd")) <= fds + 8
 assert grown < 24 << 20, grown
 with opened() as model, model.context(256, n_threads=2) as context:
     assert same(steps(context), reference())
