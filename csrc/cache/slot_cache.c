@@ -147,32 +147,25 @@ static void unlink_slot(ms_slot_cache * cache, int slot) {
     }
 }
 
-static void move_to_head(ms_slot_cache * cache, int slot, int list) {
+/* Behind `prev`, or in front if that is -1. */
+static void insert_slot(ms_slot_cache * cache, int slot, int list, int prev) {
     ms_slot * s = &cache->slot[slot];
-    unlink_slot(cache, slot);
+    int32_t * from_prev = prev >= 0 ? &cache->slot[prev].next : &cache->head[list];
     s->list = list;
-    s->prev = -1;
-    s->next = cache->head[list];
-    if (s->next >= 0) {
-        cache->slot[s->next].prev = slot;
-    } else {
-        cache->tail[list] = slot;
-    }
-    cache->head[list] = slot;
+    s->prev = prev;
+    s->next = *from_prev;
+    *from_prev = slot;
+    *(s->next >= 0 ? &cache->slot[s->next].prev : &cache->tail[list]) = slot;
+}
+
+static void move_to_head(ms_slot_cache * cache, int slot, int list) {
+    unlink_slot(cache, slot);
+    insert_slot(cache, slot, list, -1);
 }
 
 static void move_to_tail(ms_slot_cache * cache, int slot, int list) {
-    ms_slot * s = &cache->slot[slot];
     unlink_slot(cache, slot);
-    s->list = list;
-    s->next = -1;
-    s->prev = cache->tail[list];
-    if (s->prev >= 0) {
-        cache->slot[s->prev].next = slot;
-    } else {
-        cache->head[list] = slot;
-    }
-    cache->tail[list] = slot;
+    insert_slot(cache, slot, list, cache->tail[list]);
 }
 
 /* ---- experts ---- */

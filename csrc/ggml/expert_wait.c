@@ -32,7 +32,7 @@ void ms_wait_for(moestream_context * ctx, int i) {
     const ms_entry * entry = &ctx->entry[i];
     uint64_t begin = ms_now_ns();
     if (atomic_load(&ctx->ms->n_contexts) ==
-        1) { /* several may compute at once, and need the cores: a fifth of the speed */
+        1) { /* of several, those that wait would take the cores from those that compute */
         ms_stream_spin(ctx->ms->stream, entry->slot, op->slice);
     }
     ms_stream_wait(ctx->ms->stream, entry->slot, op->slice);
