@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from moestream import _native_api as native
@@ -167,25 +168,37 @@ def in_helper_thread(work: Callable[[], int], cancel: Callable[[], None]) -> int
         finally:
             ended.put(None)
 
-    launched = False
-    interrupted: BaseException | None = None
-    while not result and not failed:
+    handed_over: list[bool] = []
+    interrupts: list[BaseException] = []
+
+    def wait() -> None:
+        if not handed_over:
+            handed_over.append(True)
+            _hand_over(run)
+        if interrupts:
+            cancel()
+            first.append("waiter")
+        while not (result or failed or first[:1] == ["waiter"]):
+            with suppress(queue.Empty):
+                ended.get(timeout=0.5)
+
+    def wait_on() -> None:
+        while True:
+            try:
+                return wait()
+            except BaseException as error:
+                interrupts.append(error)
+
+    # Python looks for signals where a loop goes back, too, and that jump lies outside the loop's own try: one loop
+    # around the other, so that an interrupt that comes at the inner jump does not leave the work behind uncancelled.
+    while True:
         try:
-            if not launched:
-                launched = True
-                _hand_over(run)
-            if interrupted is not None:
-                cancel()
-                first.append("waiter")
-                if first[0] == "waiter":
-                    break
-            ended.get(timeout=0.5)
-        except queue.Empty:
-            continue
+            wait_on()
+            break
         except BaseException as error:
-            interrupted = error
-    if interrupted is not None:
-        raise interrupted
+            interrupts.append(error)
+    if interrupts:
+        raise interrupts[-1]
     if failed:
         raise failed[0]
     return result[0]
