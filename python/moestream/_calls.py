@@ -1,6 +1,6 @@
 """The C side of one context, and how calls into it are made one at a time.
 
-`ContextHandles` frees what a context owns, once and in order. `Call` lets one call in and the others wait.
+`ContextHandles` frees what a context owns, once and in order, and lets one call in while the others wait.
 `in_helper_thread` keeps the main thread open to signals while C computes.
 """
 
@@ -37,8 +37,9 @@ class ContextHandles:
         self.context: Any = null
         self.pools: list[Any] = []
         self.abort_flag: Any = native.ffi.new("int32_t *")
-        self.call_lock = threading.RLock()
-        self.in_call = False
+        # Taken by `with` alone: between __enter__ of a lock made in C and the body no signal handler runs, so an
+        # interrupt leaves it neither taken nor released twice.
+        self._call_lock: Any = threading.RLock()
         self.closed = False
         self.at_exit = False  # the interpreter is ending; the call that is stopped for it ends its thread quietly
         self.entered = False  # counted among the users of the model
@@ -48,29 +49,48 @@ class ContextHandles:
         self.model.enter()
         self.entered = True
 
+    def call_lock(self) -> Any:
+        """The lock to hold over one call, as `with handles.call_lock(): context = handles.pointer()`. Raises BusyError
+        inside a call of this context, ClosedError in a process forked since."""
+        refuse_after_fork(self.pid)
+        if self._call_lock._is_owned():
+            raise BusyError("the context was called from inside one of its own calls")
+        return self._call_lock
+
+    def refuse_closed(self) -> None:
+        """For whoever holds the lock. Raises ClosedError."""
+        if self.closed:
+            raise ClosedError("the context was used after it was closed")
+
+    def pointer(self) -> Any:
+        """The llama_context *, for whoever holds the lock. Raises ClosedError."""
+        self.refuse_closed()
+        return self.context
+
     def cancel(self) -> None:
         """Asks the call in flight, if any, to stop. Any thread, without the lock."""
         native._raw.ms_native_set_flag(self.abort_flag, 1)
-        if self.in_call and self.hook != native.ffi.NULL:
+        if not self.closed and self.hook != native.ffi.NULL:
             native.lib.moestream_context_cancel(self.hook)
 
-    def free(self, timeout: float = -1) -> None:
-        """Waits for the call in flight, then frees; with a timeout, leaks rather than frees under a running call."""
+    def free(self) -> None:
+        """Waits for the call in flight, then frees. Raises BusyError inside a call of this context."""
         if self.pid != os.getpid():
             return  # freeing would wait for threads that were not forked along
-        if not self.call_lock.acquire(timeout=timeout):
-            return
-        try:
-            if self.in_call:
-                raise BusyError("the context was closed from inside one of its own calls")
-            if self.closed:
-                return
-            if self.at_exit:
-                self._free_now()  # a helper thread can no longer be counted on
-            else:
+        if self._call_lock._is_owned():
+            raise BusyError("the context was closed from inside one of its own calls")
+        with self._call_lock:
+            if not self.closed:
                 uninterrupted(self._free_now)
-        finally:
-            self.call_lock.release()
+
+    def free_at_exit(self) -> None:
+        """Stops the call in flight; frees, or leaks rather than frees under a call that does not end."""
+        self.at_exit = True
+        self.cancel()
+        if self.pid == os.getpid() and not self._call_lock._is_owned() and self._call_lock.acquire(timeout=0.8):
+            if not self.closed:
+                self._free_now()  # a helper thread can no longer be counted on
+            self._call_lock.release()
 
     def _free_now(self) -> None:
         lib, null = native.lib, native.ffi.NULL
@@ -86,38 +106,6 @@ class ContextHandles:
         if self.entered:
             self.entered = False
             self.model.leave()
-
-
-def free_at_exit(handles: ContextHandles) -> None:
-    """The net below close(): a call still running in some thread is stopped, and left alone if it does not end."""
-    handles.at_exit = True
-    handles.cancel()
-    handles.free(timeout=0.8)
-
-
-class Call:
-    """Holds a context for one call: waits for the one before, refuses a closed context and a call within a call."""
-
-    __slots__ = ("_handles",)
-
-    def __init__(self, handles: ContextHandles) -> None:
-        self._handles = handles
-
-    def __enter__(self) -> Any:
-        handles = self._handles
-        refuse_after_fork(handles.pid)
-        handles.call_lock.acquire()
-        if handles.closed or handles.in_call:
-            handles.call_lock.release()
-            if handles.in_call:
-                raise BusyError("the context was called from inside one of its own calls")
-            raise ClosedError("the context was used after it was closed")
-        handles.in_call = True
-        return handles.context
-
-    def __exit__(self, *_: object) -> None:
-        self._handles.in_call = False
-        self._handles.call_lock.release()
 
 
 class _Helper:

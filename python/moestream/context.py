@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moestream import _native_api as native
 from moestream import advice, checks, context_options, logs
-from moestream._calls import Call, ContextHandles, free_at_exit, in_helper_thread, uninterrupted
+from moestream._calls import ContextHandles, in_helper_thread, uninterrupted
 from moestream.errors import (
     ClosedError,
     ContextFullError,
@@ -102,7 +102,7 @@ class Context:
         for name, value in choices.items():
             checks.switch(name, value, or_none=True)
         self._handles = ContextHandles(model._handles)
-        self._finalizer = weakref.finalize(self, free_at_exit, self._handles)
+        self._finalizer = weakref.finalize(self, self._handles.free_at_exit)
         try:
             params = context_options.make_params(
                 {**sizes, "embeddings": embeddings, "kv_unified": kv_unified, "offload_kqv": offload_kqv},
@@ -230,9 +230,6 @@ class Context:
         """Asks the running decode, if any, to stop; it then raises ClosedError in its own thread. Any thread."""
         self._handles.cancel()
 
-    def _call(self) -> Call:
-        return Call(self._handles)
-
     # ---- decoding ---------------------------------------------------------------------------------------------------
 
     def decode(
@@ -267,7 +264,8 @@ class Context:
             raise ValueError(f'logits was {logits!r}; it is "last", "all" or "none"')
         ids = self._checked_tokens(tokens)
         n_outputs = {"last": 1, "all": len(ids), "none": 0}[logits]
-        with self._call() as pointer:
+        with self._handles.call_lock():
+            pointer = self._handles.pointer()
             out = np.empty((n_outputs, self.model.n_vocab), dtype=np.float32)
             done = 0
 
@@ -458,7 +456,8 @@ class Context:
             raise UnsupportedError("this context computes no embeddings; make it with embeddings=True")
         lib = native.lib
         ids = self._checked_tokens(self.model.tokenize(prompt) if isinstance(prompt, str) else prompt)
-        with self._call() as pointer:
+        with self._handles.call_lock():
+            pointer = self._handles.pointer()
             pooled = int(lib.llama_pooling_type(pointer)) != int(lib.LLAMA_POOLING_TYPE_NONE)
             if len(ids) > (self.n_ubatch if pooled else self.n_batch):
                 raise ValueError(f"{len(ids)} tokens are too many to embed at once with this n_ubatch and n_batch")
@@ -477,12 +476,14 @@ class Context:
     def n_past(self, seq_id: int = 0) -> int:
         """Tokens that a sequence holds (one more than its largest position). ValueError: no such sequence."""
         seq_id = self._checked_seq(seq_id)
-        with self._call():
+        with self._handles.call_lock():
+            self._handles.refuse_closed()
             return int(native.lib.llama_memory_seq_pos_max(self._memory, seq_id)) + 1
 
     def clear(self) -> None:
         """Forgets all sequences."""
-        with self._call():
+        with self._handles.call_lock():
+            self._handles.refuse_closed()
             self._clear()
 
     def _clear(self) -> None:
@@ -496,7 +497,8 @@ class Context:
             ValueError: a sequence that there is not (`clear` drops all), or no positions.
         """
         seq_id, (p0, p1) = self._checked_seq(seq_id), _positions(p0, p1)
-        with self._call():
+        with self._handles.call_lock():
+            self._handles.refuse_closed()
             return bool(native.lib.llama_memory_seq_rm(self._memory, seq_id, p0, p1))
 
     def seq_cp(self, source: int, target: int, p0: int = -1, p1: int = -1) -> None:
@@ -509,7 +511,8 @@ class Context:
         source, target = self._checked_seq(source, "source"), self._checked_seq(target, "target")
         p0, p1 = _positions(p0, p1)
         lib, memory = native.lib, self._memory
-        with self._call():
+        with self._handles.call_lock():
+            self._handles.refuse_closed()
             if self._separate and source != target:
                 first, last = lib.llama_memory_seq_pos_min(memory, source), lib.llama_memory_seq_pos_max(memory, source)
                 if p0 > max(first, 0) or 0 <= p1 <= last:
@@ -529,7 +532,8 @@ class Context:
         """
         seq_id, (p0, p1) = self._checked_seq(seq_id), _positions(p0, p1)
         checks.whole("delta", delta, -(2**30), 2**30)
-        with self._call():
+        with self._handles.call_lock():
+            self._handles.refuse_closed()
             if not native.lib.llama_memory_can_shift(self._memory):
                 raise UnsupportedError("the memory of this model cannot shift positions")
             native.lib.llama_memory_seq_add(self._memory, seq_id, p0, p1, delta)
@@ -537,7 +541,8 @@ class Context:
     def state_get(self) -> bytes:
         """The whole state (KV cache and last outputs) as bytes for `state_set` of an equal context."""
         ffi, lib = native.ffi, native.lib
-        with self._call() as pointer:
+        with self._handles.call_lock():
+            pointer = self._handles.pointer()
             size = lib.llama_state_get_size(pointer)
             buf = ffi.new("uint8_t[]", size)
             return bytes(ffi.buffer(buf, lib.llama_state_get_data(pointer, buf, size)))
@@ -553,7 +558,8 @@ class Context:
         except TypeError:
             raise TypeError(f"state was {checks.shown(state)}; it is the bytes that state_get gave") from None
         ffi, lib = native.ffi, native.lib
-        with self._call() as pointer:
+        with self._handles.call_lock():
+            pointer = self._handles.pointer()
             if not raw or lib.llama_state_set_data(pointer, ffi.from_buffer("uint8_t[]", raw), len(raw)) == 0:
                 said = logs.last_llama_error()
                 raise InvalidError(f"the state was not taken: {said or 'it is not one of a context like this'}")
@@ -576,7 +582,8 @@ class Context:
         Fields as in moestream_stats (bytes, nanoseconds), with `hit_rate`. Both are empty without streaming.
         """
         hook = self._handles.hook
-        with self._call():
+        with self._handles.call_lock():
+            self._handles.refuse_closed()
             if hook == native.ffi.NULL:
                 return {"streaming": False, "call": {}, "total": {}}
             call, total = native.new_struct("moestream_stats"), native.new_struct("moestream_stats")

@@ -70,7 +70,8 @@ class Generation(Iterator[str]):
         """Decodes what is pending, chooses the next token: its bytes, and whether it ends the generation."""
         context, lib, model = self._context, native.lib, self._context.model
         started = time.monotonic()
-        with context._call() as pointer:
+        with context._handles.call_lock():
+            pointer = context._handles.pointer()
             context._decode(self._pending, None, self._seq_id, "last")
             token = self._sampler.sample(pointer)
             took = time.monotonic() - started
