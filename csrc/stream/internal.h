@@ -81,7 +81,7 @@ struct ms_stream {
     ms_reader * reader;
     int depth;       /* reads there are */
     int depth_limit; /* slices in flight while few wait: what tune.c chose */
-    char why_depth[160];
+    char why_depth[160], why_io[80];
     uint64_t tuned_bytes; /* read to choose it */
     char describe[512];
 
@@ -131,8 +131,12 @@ moestream_status ms_stream_make_cache(const ms_stream * stream, uint64_t budget,
                                       moestream_error * err);
 void ms_stream_drop_cache(ms_cache_parts * parts);
 
-/* tune.c: chooses depth_limit. */
+/* open.c: a reader for this stream's slab, depth and completions. */
+moestream_status ms_stream_open_reader(ms_stream * stream, int io, ms_reader ** out, moestream_error * err);
+
+/* tune.c: chooses depth_limit and, where it was left to us, the engine; nothing is in flight yet. */
 void ms_tune(ms_stream * stream);
+
 /* The slice that is used `k`th in a pass over the group. */
 static inline int ms_used_locked(const ms_stream * stream, int group, int k) {
     return stream->use_order[group * MS_MAX_SLICES + k];

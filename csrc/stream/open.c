@@ -89,7 +89,7 @@ moestream_status ms_stream_make_cache(const ms_stream * s, uint64_t budget, ms_c
     return MOESTREAM_OK;
 }
 
-static moestream_status open_reader(ms_stream * s, moestream_error * err) {
+moestream_status ms_stream_open_reader(ms_stream * s, int io, ms_reader ** out, moestream_error * err) {
     ms_reader_options options = {.depth = s->depth,
                                  .n_threads = s->options.n_readers,
                                  .slab = s->slab.base,
@@ -97,9 +97,9 @@ static moestream_status open_reader(ms_stream * s, moestream_error * err) {
                                  .done = ms_stream_done,
                                  .user = s};
     if (s->options.open_reader != NULL) {
-        return s->options.open_reader(s->options.open_reader_user, &s->reader, &options, err);
+        return s->options.open_reader(s->options.open_reader_user, out, &options, err);
     }
-    return ms_reader_open(&s->reader, s->options.io, &options, err);
+    return ms_reader_open(out, io, &options, err);
 }
 
 static void describe(ms_stream * s) {
@@ -223,7 +223,7 @@ moestream_status ms_stream_open(ms_stream ** out, const ms_index * index, const 
         }
     }
     if (st == MOESTREAM_OK) {
-        st = open_reader(s, err);
+        st = ms_stream_open_reader(s, options->io, &s->reader, err);
     }
     if (st != MOESTREAM_OK) {
         ms_stream_close(s);

@@ -1,7 +1,8 @@
 /*
- * stream/tune: how many slices to keep in flight while few wait, by a short measurement where nobody has said, and the
- * reasons of all that was chosen. Reads random slices at a few depths and takes the smallest depth that is about as fast as
- * the best: fewer reads beside the one that is needed next. Without a measurement as many slices as make MS_UNTUNED_BYTES.
+ * stream/tune: how many slices to keep in flight while few wait, and which engine reads them, by a short measurement where
+ * nobody has said, and the reasons of all that was chosen. Reads random slices at a few depths and takes the smallest depth
+ * that is about as fast as the best: fewer reads beside the one that is needed next. Without a measurement as many slices
+ * as make MS_UNTUNED_BYTES. At the depth taken, pread must beat io_uring clearly to be taken: its threads need the cores.
  * Guarantees: takes about MS_TUNE_NS, and reads at most a hundredth of the experts; measures each device once in the life
  * of the process. Never runs for a model below MS_TUNE_FROM, where it would read more than it could save.
  */
@@ -16,35 +17,31 @@
 #define MS_TUNE_FROM ((uint64_t) 8 << 30)
 #endif
 
-enum { N_DEPTHS = 5, MS_KNOWN = 16, MS_UNTUNED_BYTES = 2 << 20 };
+enum { N_DEPTHS = 5, N_MEASUREMENTS = N_DEPTHS + 1, MS_KNOWN = 16, MS_UNTUNED_BYTES = 2 << 20 };
 static const int DEPTHS[N_DEPTHS] = {2, 4, 8, 24, 96};
-static const uint64_t MS_TUNE_NS = 45 * 1000 * 1000;
-static const double ABOUT_AS_FAST = 0.8;
+static const uint64_t MS_TUNE_NS = 48 * 1000 * 1000;
+static const double ABOUT_AS_FAST = 0.8, CLEARLY_FASTER = 1.25;
 
 /* ---- devices that were measured ---- */
 
 typedef struct known_device {
     uint64_t device;
-    int engine;
+    int io; /* as asked for */
     bool direct;
     int depth;
-    double bytes_per_s;
+    int engine;
+    double uring, pread; /* bytes per second at that depth; 0: not measured */
 } known_device;
 
 static pthread_mutex_t known_lock = PTHREAD_MUTEX_INITIALIZER;
 static known_device known[MS_KNOWN];
 static int n_known; /* all that ever came; the oldest make room */
 
-static known_device describe_device(const ms_stream * s) {
-    return (known_device) {
-        .device = s->file[0].id.device, .engine = s->reader->ops->engine, .direct = atomic_load(&s->file[0].direct)};
-}
-
 static bool recall(known_device * d) {
     bool found = false;
     pthread_mutex_lock(&known_lock);
     for (int i = 0; i < n_known && i < MS_KNOWN; i++) {
-        if (known[i].device == d->device && known[i].engine == d->engine && known[i].direct == d->direct) {
+        if (known[i].device == d->device && known[i].io == d->io && known[i].direct == d->direct) {
             *d = known[i];
             found = true;
         }
@@ -81,6 +78,72 @@ static int untuned_depth(const ms_stream * s, uint64_t bytes, uint64_t n_slices)
     return n < (uint64_t) s->depth ? (int) n : s->depth;
 }
 
+/* false where a read failed: whoever needs those bytes will be told. */
+static bool rate_at(ms_stream * s, int depth, uint64_t bytes, double * rate) {
+    return ms_stream_rate(s, depth, MS_TUNE_NS / N_MEASUREMENTS, bytes / 100 / N_MEASUREMENTS, rate);
+}
+
+static bool measure_depth(ms_stream * s, uint64_t bytes, known_device * d) {
+    double rate[N_DEPTHS] = {0}, best = 0, taken = 0;
+    for (int i = 0; i < N_DEPTHS; i++) {
+        if (!rate_at(s, DEPTHS[i], bytes, &rate[i])) {
+            return false;
+        }
+        best = rate[i] > best ? rate[i] : best;
+    }
+    for (int i = N_DEPTHS - 1; i >= 0; i--) {
+        if (rate[i] >= ABOUT_AS_FAST * best) {
+            d->depth = DEPTHS[i];
+            taken = rate[i];
+        }
+    }
+    *(d->engine == MOESTREAM_IO_URING ? &d->uring : &d->pread) = taken;
+    int n = snprintf(s->why_depth, sizeof(s->why_depth), "measured at open, MB/s by slices in flight:");
+    for (int i = 0; i < N_DEPTHS; i++) {
+        n += snprintf(s->why_depth + n, sizeof(s->why_depth) - (size_t) n, " %d: %.0f", DEPTHS[i], rate[i] * 1e-6);
+    }
+    return true;
+}
+
+/* The other engine in place of the one there is, which is returned: nothing is in flight yet. */
+static ms_reader * swap_reader(ms_stream * s, ms_reader * reader) {
+    ms_reader * was = s->reader;
+    s->reader = reader;
+    return was;
+}
+
+static void measure_engine(ms_stream * s, uint64_t bytes, known_device * d) {
+    moestream_error err = {.struct_size = sizeof(err)};
+    ms_reader * other;
+    if (ms_stream_open_reader(s, MOESTREAM_IO_PREAD, &other, &err) != MOESTREAM_OK) {
+        return;
+    }
+    other = swap_reader(s, other);
+    if (rate_at(s, d->depth, bytes, &d->pread) && d->pread > CLEARLY_FASTER * d->uring) {
+        d->engine = MOESTREAM_IO_PREAD;
+    } else {
+        other = swap_reader(s, other);
+    }
+    other->ops->close(other);
+}
+
+static bool may_choose_engine(const ms_stream * s) {
+    return s->options.io == MOESTREAM_IO_AUTO && s->options.open_reader == NULL &&
+           s->reader->ops->engine == MOESTREAM_IO_URING;
+}
+
+static void use_known(ms_stream * s, const known_device * d) {
+    ms_reader * other;
+    moestream_error err = {.struct_size = sizeof(err)};
+    if (may_choose_engine(s) && d->engine == MOESTREAM_IO_PREAD &&
+        ms_stream_open_reader(s, d->engine, &other, &err) == MOESTREAM_OK) {
+        other = swap_reader(s, other);
+        other->ops->close(other);
+    }
+    snprintf(s->why_depth, sizeof(s->why_depth), "measured before on this device, at %.0f MB/s",
+             (s->reader->ops->engine == MOESTREAM_IO_URING ? d->uring : d->pread) * 1e-6);
+}
+
 void ms_tune(ms_stream * s) {
     uint64_t n_slices, bytes = expert_bytes(s, &n_slices);
     if (!s->options.choose_depth) {
@@ -92,31 +155,25 @@ void ms_tune(ms_stream * s) {
     if (bytes < MS_TUNE_FROM || s->depth < DEPTHS[N_DEPTHS - 1]) {
         return;
     }
-    known_device d = describe_device(s);
-    bool measured = !recall(&d);
-    if (measured) {
-        double rate[N_DEPTHS] = {0}, best = 0;
-        for (int i = 0; i < N_DEPTHS; i++) {
-            uint64_t most = bytes / 100 / N_DEPTHS;
-            if (!ms_stream_rate(s, DEPTHS[i], MS_TUNE_NS / N_DEPTHS, most, &rate[i])) {
-                return; /* a read failed: whoever needs those bytes will be told */
-            }
-            best = rate[i] > best ? rate[i] : best;
+    known_device d = {.device = s->file[0].id.device,
+                      .io = s->options.io,
+                      .direct = atomic_load(&s->file[0].direct),
+                      .engine = s->reader->ops->engine};
+    if (recall(&d)) {
+        use_known(s, &d);
+    } else if (measure_depth(s, bytes, &d)) {
+        if (may_choose_engine(s)) {
+            measure_engine(s, bytes, &d);
         }
-        for (int i = N_DEPTHS - 1; i >= 0; i--) {
-            d.depth = rate[i] >= ABOUT_AS_FAST * best ? DEPTHS[i] : d.depth;
-        }
-        d.bytes_per_s = best;
         remember(&d);
-        int n = snprintf(s->why_depth, sizeof(s->why_depth), "measured at open, MB/s by slices in flight:");
-        for (int i = 0; i < N_DEPTHS; i++) {
-            n += snprintf(s->why_depth + n, sizeof(s->why_depth) - (size_t) n, " %d: %.0f", DEPTHS[i], rate[i] * 1e-6);
-        }
     } else {
-        snprintf(s->why_depth, sizeof(s->why_depth), "measured before on this device, at %.0f MB/s",
-                 d.bytes_per_s * 1e-6);
+        return;
     }
     s->depth_limit = d.depth;
+    if (d.uring > 0 && d.pread > 0) {
+        snprintf(s->why_io, sizeof(s->why_io), "auto: at this depth io_uring %.0f MB/s, pread %.0f", d.uring * 1e-6,
+                 d.pread * 1e-6);
+    }
 }
 
 /* ---- reasons ---- */
@@ -128,6 +185,7 @@ size_t ms_stream_choices(ms_stream * s, char * buf, size_t n) {
         direct += atomic_load(&s->file[i].direct);
     }
     const char * why_io = o->io != MOESTREAM_IO_AUTO ? "asked for"
+                          : s->why_io[0] != '\0'     ? s->why_io
                           : s->reader->ops->engine == MOESTREAM_IO_URING
                               ? "auto: the kernel grants it"
                               : "auto: io_uring is not to be had (see the log)";

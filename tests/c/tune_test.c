@@ -1,14 +1,27 @@
-/* stream: the depth of the queue is measured once for a device, within bounds, and every choice says its reason. */
+/* stream: the depth of the queue and the engine are measured once for a device, within bounds, and every choice says its
+ * reason. */
 #define MS_TUNE_FROM 1 /* of a small file, too */
+#define ms_stream_rate rate_of_the_test
 #include "stream/tune.c"
+#undef ms_stream_rate
 
 #include "check.h"
 #include "support/stream_rig.h"
 
-static bool open_real(rig * r, bool choose, int depth) {
+/* What the disk gives: what is measured, or what a test says each engine gives. */
+static double uring_gives, pread_gives;
+
+bool rate_of_the_test(ms_stream * s, int depth, uint64_t ns, uint64_t bytes, double * rate) {
+    bool ok = ms_stream_rate(s, depth, ns, bytes, rate);
+    double said = s->reader->ops->engine == MOESTREAM_IO_URING ? uring_gives : pread_gives;
+    *rate = said > 0 ? said : *rate;
+    return ok;
+}
+
+static bool open_by(rig * r, int io, bool choose, int depth) {
     memset(r, 0, sizeof *r);
     moestream_error err = {.struct_size = sizeof err};
-    ms_stream_options o = {.io = MOESTREAM_IO_PREAD, .queue_depth = depth, .choose_depth = choose, .n_readers = 2};
+    ms_stream_options o = {.io = io, .queue_depth = depth, .choose_depth = choose, .n_readers = 2};
     if (!make_index(r)) {
         return false;
     }
@@ -26,8 +39,54 @@ static bool says(const rig * r, const char * words) {
     return true;
 }
 
+static bool open_real(rig * r, bool choose, int depth) {
+    return open_by(r, MOESTREAM_IO_PREAD, choose, depth);
+}
+
+/* Opens twice, the second time from what is known; the reads that follow have to be right. */
+static int engine_taken(double uring, double pread, const char * words) {
+    int engine = 0;
+    n_known = 0;
+    for (int again = 0; again < 2; again++) {
+        rig r;
+        uring_gives = uring;
+        pread_gives = pread;
+        if (!CHECK(open_by(&r, MOESTREAM_IO_AUTO, true, 128))) {
+            break;
+        }
+        CHECK(says(&r, words) && r.stream->depth_limit == DEPTHS[0] && (r.stream->tuned_bytes > 0) == (again == 0));
+        int now = r.stream->reader->ops->engine;
+        CHECK(again == 0 || now == engine);
+        engine = now;
+        int32_t expert = 3;
+        moestream_error err = {.struct_size = sizeof err};
+        CHECK(use_experts(&r, 1, 2, &expert, 1, true, &err) == 0);
+        ms_stream_close(r.stream);
+    }
+    uring_gives = pread_gives = 0;
+    return engine;
+}
+
+TEST(the_engine_is_measured_where_nobody_has_said) {
+    rig r;
+    n_known = 0;
+    REQUIRE(open_by(&r, MOESTREAM_IO_AUTO, true, 128));
+    bool have = r.stream->reader->ops->engine == MOESTREAM_IO_URING;
+    ms_stream_close(r.stream);
+    if (!have) {
+        CHECK(engine_taken(1e9, 3e9, "io=pread: auto: io_uring is not to be had") == MOESTREAM_IO_PREAD);
+        return;
+    }
+    CHECK(engine_taken(2e9, 3e9, "io=pread: auto: at this depth io_uring 2000 MB/s, pread 3000") == MOESTREAM_IO_PREAD);
+    CHECK(engine_taken(2e9, 2.4e9, "io=io_uring: auto: at this depth io_uring 2000 MB/s, pread 2400") ==
+          MOESTREAM_IO_URING);
+    CHECK(engine_taken(3e9, 2e9, "io=io_uring: auto: at this depth io_uring 3000 MB/s, pread 2000") ==
+          MOESTREAM_IO_URING);
+}
+
 TEST(a_device_is_measured_once) {
     rig r;
+    n_known = 0;
     REQUIRE(open_real(&r, true, 128));
     CHECK(says(&r, ": measured at open, MB/s by slices in flight: "));
     bool known_depth = false;
@@ -79,6 +138,7 @@ TEST(no_more_reads_are_in_flight_than_the_limit_says) {
 }
 
 static const check_test tests[] = {
+    LISTED(the_engine_is_measured_where_nobody_has_said),
     LISTED(a_device_is_measured_once),
     LISTED(a_depth_that_was_asked_for_is_kept),
     LISTED(no_more_reads_are_in_flight_than_the_limit_says),
