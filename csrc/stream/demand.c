@@ -10,7 +10,7 @@
 
 #include "stream/internal.h"
 
-enum { MS_BATCH = 64, MS_WAIT_NS = 5 * 1000 * 1000, MS_SPIN_NS = 1000 * 1000 };
+enum { MS_BATCH = 64, MS_WAIT_NS = 5 * 1000 * 1000, MS_SPIN_NS = 4 * 1000 * 1000 };
 
 /* ---- queues of slices that wait for a free read ---- */
 

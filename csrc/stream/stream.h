@@ -86,7 +86,7 @@ const uint8_t * ms_stream_payload(const ms_stream * stream, int slot, int slice)
 /* Waits until something changed that may have made `slot`/`slice` ready, at most a few milliseconds; does reads or
  * reaps completions meanwhile. Call it in a loop around ms_stream_state. */
 void ms_stream_wait(ms_stream * stream, int slot, int slice);
-/* Looks for that a millisecond long without sleeping: for a caller that shares the cores with nobody. */
+/* Looks for that some milliseconds long without sleeping: for a caller that shares the cores with nobody. */
 void ms_stream_spin(ms_stream * stream, int slot, int slice);
 /* Waits until a slot may have become free (another context released one), at most a few milliseconds. */
 void ms_stream_wait_free(ms_stream * stream);
