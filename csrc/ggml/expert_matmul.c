@@ -330,6 +330,7 @@ static bool may_predict(moestream_context * ctx) {
 static void work(moestream_context * ctx, int ith, int nth) {
     ms_op * op = &ctx->op;
     unsigned idle = 0;
+    int waited = -1;
     if (ith == nth - 1 && op->leader && ms_few_tokens(op->dst) && may_predict(ctx)) {
         ms_predict(ctx);
     }
@@ -346,7 +347,8 @@ static void work(moestream_context * ctx, int ith, int nth) {
         } else if (may_predict(ctx)) {
             ms_predict(ctx); /* before the first wait or, with nothing to wait for, before leaving */
         } else if (pending >= 0) {
-            ms_wait_for(ctx, pending);
+            ms_wait_for(ctx, pending, pending == waited);
+            waited = pending;
         } else if (atomic_load_explicit(&op->n_acquired, memory_order_acquire) == op->n_entries) {
             return; /* all handed out; ggml's barrier waits for those who still compute */
         } else if (!take_more(ctx)) {

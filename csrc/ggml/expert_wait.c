@@ -27,12 +27,12 @@ static uint64_t time_stopped(ms_op * op, uint64_t now) {
     return atomic_fetch_add_explicit(&op->stopped_ns, more, memory_order_relaxed) + more;
 }
 
-void ms_wait_for(moestream_context * ctx, int i) {
+void ms_wait_for(moestream_context * ctx, int i, bool again) {
     ms_op * op = &ctx->op;
     const ms_entry * entry = &ctx->entry[i];
     uint64_t begin = ms_now_ns();
-    if (atomic_load(&ctx->ms->n_contexts) ==
-        1) { /* of several, those that wait would take the cores from those that compute */
+    /* of several contexts, those that wait would take the cores from those that compute */
+    if (!again && atomic_load(&ctx->ms->n_contexts) == 1) {
         ms_stream_spin(ctx->ms->stream, entry->slot, op->slice);
     }
     ms_stream_wait(ctx->ms->stream, entry->slot, op->slice);

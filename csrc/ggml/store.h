@@ -198,8 +198,9 @@ bool ms_compute_rows(moestream_context * ctx, int ith, const ms_entry * entry, c
 void ms_zero_rows(moestream_context * ctx, const ms_entry * entry, int64_t r0, int64_t r1);
 void ms_zero_all(const struct ggml_tensor * dst);
 
-/* expert_wait.c: for the slice of entry i; for a slot that another context holds */
-void ms_wait_for(moestream_context * ctx, int i);
+/* expert_wait.c: for the slice of entry i (`again`: this thread has just waited for it in vain, so the storage is slow);
+ * for a slot that another context holds */
+void ms_wait_for(moestream_context * ctx, int i, bool again);
 void ms_wait_for_slots(moestream_context * ctx);
 
 /* predict.c */
