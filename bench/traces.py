@@ -68,29 +68,33 @@ def lru_misses(ids: npt.NDArray[np.int32], n_slots: int) -> list[int]:
     return out
 
 
-def misses(ids: npt.NDArray[np.int32], n_slots: int) -> list[int]:
-    """Experts that this library's cache reads for each token: it evicts the expert that most visits of its layer passed
-    over, of equals the one whose layer comes last; never one that the running visit has used.
+def misses(ids: npt.NDArray[np.int32], n_slots: int, n_prompt: int = 1) -> list[int]:
+    """Experts that this library's cache reads for the first `n_prompt` tokens, computed at once, and for each one behind:
+    it evicts the expert that most tokens' visits of its layer passed over, of equals the one whose layer comes last; never
+    one that the running pass uses.
     """
     n_layer = ids.shape[1]
     held: list[dict[int, int]] = [{} for _ in range(n_layer)]  # expert: token of its last use, the oldest first
     out = []
-    for now, token in enumerate(ids):
-        n_misses = 0
-        for layer, experts in enumerate(token.tolist()):
-            missing = [expert for expert in experts if expert not in held[layer]]
-            held[layer].update({expert: now for expert in experts if expert in held[layer]})
-            for expert in missing:
-                if sum(map(len, held)) == n_slots:
+    for end in range(n_prompt, len(ids) + 1):
+        begin, n_misses = (end - 1 if end > n_prompt else 0), 0
+        for layer in range(n_layer):
+            used: dict[int, int] = {}  # in the order of the last use
+            for token in range(begin, end):
+                for expert in ids[token, layer].tolist():
+                    used.pop(expert, None)
+                    used[expert] = token
+            mine = {expert: held[layer].pop(expert) for expert in used if expert in held[layer]}
+            for expert in used.keys() - mine.keys():
+                if sum(map(len, held)) + len(mine) == n_slots:
                     oldest = [(k, *min(held[k].items(), key=lambda item: item[1])) for k in range(n_layer) if held[k]]
                     _, _, k, old = max(
-                        (now - used - (k > layer), (k - layer - 1) % n_layer, -k, old)
-                        for k, old, used in oldest
-                        if (k, used) != (layer, now)
+                        ((begin if k > layer else end) - last, (k - layer - 1) % n_layer, -k, old)
+                        for k, old, last in oldest
                     )
                     del held[-k][old]
-                held[layer][expert] = now
-            n_misses += len(missing)
-            held[layer].update({expert: held[layer].pop(expert) for expert in experts})  # in the order of this use
+                mine[expert] = 0
+                n_misses += 1
+            held[layer].update(used)
         out.append(n_misses)
     return out

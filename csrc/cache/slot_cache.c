@@ -25,10 +25,11 @@ static bool allocate(ms_slot_cache * cache, size_t n_experts) {
     cache->n_expert = ms_calloc((size_t) cache->n_groups, sizeof *cache->n_expert);
     cache->position = ms_calloc((size_t) cache->n_groups, sizeof *cache->position);
     cache->visits = ms_calloc((size_t) cache->n_groups, sizeof *cache->visits);
+    cache->pass_of = ms_calloc((size_t) cache->n_groups, sizeof *cache->pass_of);
     cache->slot_of = ms_calloc(n_experts, sizeof *cache->slot_of);
     return cache->slot != NULL && cache->head != NULL && cache->tail != NULL && cache->first != NULL &&
            cache->cls_of != NULL && cache->n_expert != NULL && cache->position != NULL && cache->visits != NULL &&
-           cache->slot_of != NULL;
+           cache->pass_of != NULL && cache->slot_of != NULL;
 }
 
 static void init_slots(ms_slot_cache * cache, const int * n_slots) {
@@ -123,6 +124,7 @@ void ms_slot_cache_close(ms_slot_cache * cache) {
     free(cache->n_expert);
     free(cache->position);
     free(cache->visits);
+    free(cache->pass_of);
     free(cache->slot_of);
     memset(cache, 0, sizeof *cache);
 }
@@ -206,7 +208,8 @@ static int find_victim(const ms_slot_cache * cache, int cls, uint64_t spare_afte
         if (s == NULL || (spare_after != 0 && s->used_at >= spare_after)) {
             continue;
         }
-        uint32_t missed = cache->visits[g] - s->visit;
+        uint32_t missed =
+            cache->visits[g] - s->visit + (cache->passes - cache->pass_of[g]) / (uint32_t) cache->n_groups;
         int until = cache->position[g] - cache->here; /* visits of layers until it may be needed */
         until += until <= 0 ? cache->n_groups : 0;
         if (sparing && missed == 0 && cache->position[g] == cache->here) {
@@ -261,18 +264,19 @@ int ms_slot_assign(ms_slot_cache * cache, int group, int expert, uint64_t spare_
     return slot;
 }
 
-void ms_slot_visit(ms_slot_cache * cache, int group) {
-    MS_ASSERT(group >= 0 && group < cache->n_groups);
-    cache->visits[group]++;
+void ms_slot_visit(ms_slot_cache * cache, int group, int n) {
+    MS_ASSERT(group >= 0 && group < cache->n_groups && n > 0);
+    cache->visits[group] += (uint32_t) n;
+    cache->pass_of[group] = ++cache->passes;
     cache->here = cache->position[group];
 }
 
-void ms_slot_touch(ms_slot_cache * cache, int slot) {
+void ms_slot_touch(ms_slot_cache * cache, int slot, int passed) {
     ms_slot * s = slot_at(cache, slot);
-    MS_ASSERT(s->group >= 0);
+    MS_ASSERT(s->group >= 0 && passed >= 0);
     cache->tick++;
     s->used_at = cache->tick;
-    s->visit = cache->visits[s->group];
+    s->visit = cache->visits[s->group] - (uint32_t) passed;
     s->passing = false;
     move_to_head(cache, slot, group_list(cache, s->group));
 }
@@ -387,7 +391,7 @@ void ms_slot_cache_check(const ms_slot_cache * cache) {
                 MS_ASSERT(s->cls == l && s->used_at == 0);
                 MS_ASSERT(before < 0 || cache->slot[before].group >= 0 || s->group < 0); /* empty ones come last */
             } else {
-                MS_ASSERT(s->group == l - cache->n_classes && s->visit <= cache->visits[s->group]);
+                MS_ASSERT(s->group == l - cache->n_classes && cache->visits[s->group] - s->visit <= INT32_MAX);
                 MS_ASSERT(before < 0 || cache->slot[before].used_at >= s->used_at);
             }
             check_slot(cache, slot);

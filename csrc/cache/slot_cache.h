@@ -6,7 +6,9 @@
  * Layers are visited in turn, so the least recently used expert is one that the next layer is about to need: with a cache
  * of fewer experts than a token uses, least-recently-used finds nothing at all. The victim here is the expert that was
  * passed over by most visits of its layer, and of equals the one whose layer comes last (docs/benchmarks.md: never more
- * reads than least-recently-used, a third less where several sequences share a small cache).
+ * reads than least-recently-used, a third less where several sequences share a small cache). A pass of many tokens stands
+ * for as many visits, so that behind a prompt each layer holds what its last tokens chose; and a layer that is not visited
+ * any more ages by one visit each time all others could have been.
  * Never allocates after init, never reads, never locks: the caller holds the stream's lock around every call; the
  * slice states alone are atomics, read without it.
  *
@@ -58,7 +60,9 @@ typedef struct ms_slot_cache {
     int32_t * n_expert; /* [n_groups] */
     int32_t * slot_of; /* slot or -1 */
     int32_t * position; /* [n_groups] in the order in which layers come */
-    uint32_t * visits; /* [n_groups] so far */
+    uint32_t * visits; /* [n_groups] so far; differences count, so it may overflow */
+    uint32_t * pass_of; /* [n_groups] value of `passes` at the last one */
+    uint32_t passes; /* over any layer */
     int here; /* position of the layer that was visited last */
     uint64_t tick; /* counts touches */
     uint64_t n_evictions;
@@ -80,11 +84,12 @@ int ms_slot_find(const ms_slot_cache * cache, int group, int expert);
  * evict what was just needed). */
 int ms_slot_assign(ms_slot_cache * cache, int group, int expert, uint64_t spare_after);
 
-/* A pass over a layer begins: what it does not touch was passed over. */
-void ms_slot_visit(ms_slot_cache * cache, int group);
+/* A pass over a layer begins that stands for n visits, one or more: what it does not touch was passed over by all. */
+void ms_slot_visit(ms_slot_cache * cache, int group, int n);
 
-/* Demand use. */
-void ms_slot_touch(ms_slot_cache * cache, int slot);
+/* Demand use, by the visit that `passed` others of the same pass came after. Within a pass `passed` must not grow from one
+ * touch to the next. */
+void ms_slot_touch(ms_slot_cache * cache, int slot, int passed);
 
 void ms_slot_pin(ms_slot_cache * cache, int slot);
 void ms_slot_unpin(ms_slot_cache * cache, int slot);

@@ -185,13 +185,14 @@ static bool alloc_tables(moestream_context * ctx) {
     ctx->entry_of = ms_calloc((size_t) most, sizeof(*ctx->entry_of));
     ctx->slots = ms_calloc((size_t) most, sizeof(*ctx->slots));
     ctx->experts = ms_calloc((size_t) most, sizeof(*ctx->experts));
+    ctx->passed = ms_calloc((size_t) most, sizeof(*ctx->passed));
     ctx->n_guess_room = most > 8 * index->n_expert_used ? most : 8 * index->n_expert_used;
     ctx->guess = ms_calloc((size_t) ctx->n_guess_room, sizeof(*ctx->guess));
     ctx->guess_score = ms_calloc((size_t) most, sizeof(*ctx->guess_score));
     ctx->guess_random = 1;
     ctx->node = ms_calloc((size_t) index->n_banks + 1, sizeof(*ctx->node));
     if (!ctx->guess || !ctx->guess_score || !ctx->entry || !ctx->entry_of || !ctx->slots || !ctx->experts ||
-        !ctx->node) {
+        !ctx->passed || !ctx->node) {
         return false;
     }
     for (int e = 0; e < most; e++) {
@@ -209,6 +210,7 @@ static void free_tables(moestream_context * ctx) {
     free(ctx->entry_of);
     free(ctx->slots);
     free(ctx->experts);
+    free(ctx->passed);
     free(ctx->guess);
     free(ctx->guess_score);
     free(ctx->node);

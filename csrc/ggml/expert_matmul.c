@@ -45,31 +45,40 @@ static int32_t id_at(const moestream_context * ctx, const struct ggml_tensor * i
     return *(const int32_t *) ((const char *) ids->data + (size_t) t * ids->nb[1] + (size_t) k * ids->nb[0]);
 }
 
-/* Groups the rows by expert; entries in the order in which experts first appear. false if an id is out of range. */
+/* Groups the rows by expert; entries in the order of their experts' last use. false if an id is out of range. */
 static bool sort_rows(moestream_context * ctx, const struct ggml_tensor * ids, int n_expert, moestream_error * e) {
     ms_op * op = &ctx->op;
     int64_t n_used = ids->ne[0], n_tokens = ids->ne[1];
+    int n = 0; /* experts found, the one that is used last first */
     op->n_entries = 0;
-    for (int64_t t = 0; t < n_tokens; t++) {
-        for (int64_t k = 0; k < n_used; k++) {
+    for (int64_t t = n_tokens - 1; t >= 0; t--) {
+        for (int64_t k = n_used - 1; k >= 0; k--) {
             int32_t expert = id_at(ctx, ids, k, t);
             if (expert < 0 || expert >= n_expert) {
-                for (int i = 0; i < op->n_entries; i++) {
-                    ctx->entry_of[ctx->entry[i].expert] = -1;
+                for (int i = 0; i < n; i++) {
+                    ctx->entry_of[ctx->experts[i]] = -1;
                 }
-                op->n_entries = 0;
                 ms_fail(e, MOESTREAM_ERR_INVALID, 0, "token %lld of layer %d chose expert %d, there are %d",
                         (long long) t, ctx->ms->plan->index.group[op->group].layer, (int) expert, n_expert);
                 return false;
             }
             if (ctx->entry_of[expert] < 0) {
-                ctx->entry_of[expert] = op->n_entries;
-                ms_entry * fresh = &ctx->entry[op->n_entries++];
-                fresh->expert = expert;
-                fresh->n_rows = 0;
+                ctx->entry_of[expert] = n;
+                ctx->experts[n++] = expert;
+                ctx->entry[ctx->entry_of[expert]].n_rows = 0;
             }
             ctx->entry[ctx->entry_of[expert]].n_rows++;
         }
+    }
+    op->n_entries = n;
+    for (int i = 0, j = n - 1; i <= j; i++, j--) {
+        int32_t rows = ctx->entry[i].n_rows;
+        ctx->entry[i].n_rows = ctx->entry[j].n_rows;
+        ctx->entry[j].n_rows = rows;
+    }
+    for (int i = 0; i < n; i++) {
+        ctx->entry[i].expert = ctx->experts[n - 1 - i];
+        ctx->entry_of[ctx->entry[i].expert] = i;
     }
     int32_t at = 0;
     for (int i = 0; i < op->n_entries; i++) {
@@ -104,11 +113,17 @@ static void acquire_more(moestream_context * ctx, bool leader, bool begins) {
     ms_op * op = &ctx->op;
     int have = atomic_load_explicit(&op->n_acquired, memory_order_relaxed);
     int n = op->n_entries - have;
+    bool many = !ms_few_tokens(op->dst);
+    int n_tokens = (int) op->dst->src[2]->ne[1];
     for (int i = 0; i < n; i++) {
-        ctx->experts[i] = ctx->entry[have + i].expert;
+        const ms_entry * entry = &ctx->entry[have + i];
+        ctx->experts[i] = entry->expert;
+        ctx->passed[i] = many ? n_tokens - 1 - ctx->rows[entry->first_row + entry->n_rows - 1].t : 0;
     }
     ms_demand demand = demand_of(ctx, leader);
     demand.begins = begins;
+    demand.n_visits = many ? n_tokens : 1; /* a few tokens are of several sequences: none is older than the others */
+    demand.passed = ctx->passed;
     int got = n > 0 ? ms_stream_acquire(ctx->ms->stream, &demand, ctx->experts, n, ctx->slots, &ctx->total) : 0;
     for (int i = 0; i < got; i++) {
         ctx->entry[have + i].slot = ctx->slots[i];

@@ -140,7 +140,7 @@ struct moestream_context {
     size_t quantized_room;
     ms_scratch * scratch;  /* [MS_MAX_THREADS] */
     int32_t * slots;       /* [max experts] for acquire */
-    int32_t * experts;
+    int32_t *experts, *passed;
     atomic_int barrier_count, barrier_phase;
     int pass_group;        /* group and slices of the pass that is running */
     unsigned pass_slices;

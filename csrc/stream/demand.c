@@ -241,12 +241,12 @@ static void note_use_locked(ms_stream * s, const ms_demand * d) {
 }
 
 /* What is there is touched first, so that it is not the victim of what is missing beside it. */
-static void begin_visit_locked(ms_stream * s, int group, const int32_t * experts, int n) {
-    ms_slot_visit(&s->cache, group);
+static void begin_visit_locked(ms_stream * s, const ms_demand * d, const int32_t * experts, int n) {
+    ms_slot_visit(&s->cache, d->group, d->n_visits > 0 ? d->n_visits : 1);
     for (int i = 0; i < n; i++) {
-        int slot = ms_slot_find(&s->cache, group, experts[i]);
+        int slot = ms_slot_find(&s->cache, d->group, experts[i]);
         if (slot >= 0) {
-            ms_slot_touch(&s->cache, slot);
+            ms_slot_touch(&s->cache, slot, 0);
         }
     }
 }
@@ -265,7 +265,7 @@ int ms_stream_acquire(ms_stream * s, const ms_demand * d, const int32_t * expert
         note_use_locked(s, d);
     }
     if (d->leader && !d->scan) {
-        begin_visit_locked(s, d->group, experts, n);
+        begin_visit_locked(s, d, experts, n);
     }
     for (; got < n; got++) {
         int slot = ms_slot_find(&s->cache, d->group, experts[got]);
@@ -283,7 +283,7 @@ int ms_stream_acquire(ms_stream * s, const ms_demand * d, const int32_t * expert
         ms_slot_pin(&s->cache, slot);
 #endif
         if (!d->scan) {
-            ms_slot_touch(&s->cache, slot);
+            ms_slot_touch(&s->cache, slot, d->passed != NULL ? d->passed[got] : 0);
         }
         s->n_pinned++;
         bool found = ms_stream_request_locked(s, slot, d->slice, &s->demand, &mine);

@@ -62,6 +62,8 @@ typedef struct ms_demand {
     bool scan;     /* more experts per token than the model uses (a warm-up): must not push out what is in use */
     bool begins;     /* an operation begins: the cache keeps its size until ms_stream_end */
     bool all_slices; /* request the group's other slices too, behind this one */
+    int n_visits;           /* that the pass stands for: one for each token of a prompt; 0 counts as 1 */
+    const int32_t * passed; /* [n] how many of them came after the last use of each expert, never growing; NULL: none */
 } ms_demand;
 
 /* Pins slots for as many of experts[0..n) as there is room for, in order, submitting the reads that are missing in one

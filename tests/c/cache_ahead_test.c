@@ -13,7 +13,7 @@ static bool open_cache(ms_slot_cache * cache, int n_slots) {
 static int hold(ms_slot_cache * cache, int group, int expert) {
     int slot = ms_slot_assign(cache, group, expert, 0);
     if (slot >= 0) {
-        ms_slot_touch(cache, slot);
+        ms_slot_touch(cache, slot, 0);
     }
     ms_slot_cache_check(cache);
     return slot;
@@ -69,7 +69,7 @@ TEST(touched_slot_is_no_longer_demoted) {
     }
     int a = hold(&cache, 0, 0), b = hold(&cache, 0, 1);
     ms_slot_demote(&cache, b);
-    ms_slot_touch(&cache, b); /* the guess was right */
+    ms_slot_touch(&cache, b, 0); /* the guess was right */
     ms_slot_cache_check(&cache);
     CHECK(hold(&cache, 0, 2) == a);
     ms_slot_cache_close(&cache);

@@ -22,7 +22,7 @@ static int use(ms_slot_cache * cache, int expert) {
         slot = ms_slot_assign(cache, 0, expert, 0);
     }
     if (slot >= 0) {
-        ms_slot_touch(cache, slot);
+        ms_slot_touch(cache, slot, 0);
     }
     ms_slot_cache_check(cache);
     return slot;
@@ -94,7 +94,7 @@ TEST(empty_and_forgotten_slots_are_taken_first) {
     use(&cache, 0);
     int recent = use(&cache, 1);
     CHECK(use(&cache, 2) >= 0 && cache.n_evictions == 0);
-    ms_slot_touch(&cache, recent);
+    ms_slot_touch(&cache, recent, 0);
     ms_slot_begin_read(&cache, recent, 0);
     ms_slot_publish(&cache, recent, 0, true);
     ms_slot_end_read(&cache, recent);
@@ -149,7 +149,7 @@ TEST(assign_fails_when_every_slot_is_pinned_or_being_read) {
 
 /* Three layers of ten experts; each pass over a layer uses some of them. */
 static void pass(ms_slot_cache * cache, int group, const int * experts, int n) {
-    ms_slot_visit(cache, group);
+    ms_slot_visit(cache, group, 1);
     for (int round = 0; round < 2; round++) { /* what is there first */
         for (int i = 0; i < n; i++) {
             int slot = ms_slot_find(cache, group, experts[i]);
@@ -157,7 +157,7 @@ static void pass(ms_slot_cache * cache, int group, const int * experts, int n) {
                 slot = ms_slot_assign(cache, group, experts[i], 0);
             }
             if (slot >= 0) {
-                ms_slot_touch(cache, slot);
+                ms_slot_touch(cache, slot, 0);
             }
             ms_slot_cache_check(cache);
         }
@@ -180,12 +180,57 @@ TEST(of_equals_the_layer_that_comes_last_gives_way) {
     pass(&cache, 0, one, 2);
     pass(&cache, 1, other, 2); /* its own old ones were passed over by a visit: least-recently-used took the same */
     CHECK(holds(&cache, 1, 2, 3) && holds(&cache, 2, 0, 1) && holds(&cache, 0, 0, 1));
-    ms_slot_visit(&cache, 2);
-    ms_slot_touch(&cache, ms_slot_find(&cache, 2, 0));
-    ms_slot_touch(&cache, ms_slot_find(&cache, 2, 1));
+    ms_slot_visit(&cache, 2, 1);
+    ms_slot_touch(&cache, ms_slot_find(&cache, 2, 0), 0);
+    ms_slot_touch(&cache, ms_slot_find(&cache, 2, 1), 0);
     ms_slot_assign(&cache, 2, 2,
                    0); /* all of the last visit: layer 2, just passed, comes last; not layer 7, which is next */
     CHECK(holds(&cache, 2, 0, 1) && holds(&cache, 0, 0, 1) && !holds(&cache, 1, 2, 3));
+    ms_slot_cache_close(&cache);
+}
+
+/* A prompt of as many tokens as experts, each of which chooses one of its own, in turn. All are in use at once. */
+static void prompt(ms_slot_cache * cache, int group, int n) {
+    int slots[10];
+    ms_slot_visit(cache, group, n);
+    for (int e = 0; e < n; e++) {
+        slots[e] = ms_slot_assign(cache, group, e, 0);
+        CHECK(slots[e] >= 0);
+        ms_slot_pin(cache, slots[e]);
+        ms_slot_touch(cache, slots[e], n - 1 - e);
+    }
+    for (int e = 0; e < n; e++) {
+        ms_slot_unpin(cache, slots[e]);
+    }
+    ms_slot_cache_check(cache);
+}
+
+TEST(behind_a_prompt_each_layer_holds_what_its_last_tokens_chose) {
+    const int group_class[3] = {0, 0, 0}, group_experts[3] = {10, 10, 10}, group_layer[3] = {0, 1, 2};
+    const int n_slots = 10;
+    ms_slot_cache cache;
+    REQUIRE(ms_slot_cache_open(&cache, 3, group_class, group_experts, group_layer, 1, &n_slots, NULL) == MOESTREAM_OK);
+    for (int g = 0; g < 3; g++) {
+        prompt(&cache, g, 6);
+    }
+    CHECK(cache.used == n_slots && holds(&cache, 2, 0, 5));
+    CHECK(holds(&cache, 0, 4, 5) && holds(&cache, 1, 4, 5));
+    CHECK(ms_slot_find(&cache, 0, 3) == -1 && ms_slot_find(&cache, 1, 3) == -1);
+    ms_slot_cache_close(&cache);
+}
+
+TEST(a_layer_that_is_not_visited_any_more_ages) {
+    const int group_class[2] = {0, 0}, group_experts[2] = {10, 10}, group_layer[2] = {0, 1};
+    const int n_slots = 4, one[2] = {0, 1}, other[2] = {2, 3};
+    ms_slot_cache cache;
+    REQUIRE(ms_slot_cache_open(&cache, 2, group_class, group_experts, group_layer, 1, &n_slots, NULL) == MOESTREAM_OK);
+    pass(&cache, 0, one, 2);
+    pass(&cache, 1, one, 2);
+    pass(&cache, 1, other, 2);
+    CHECK(holds(&cache, 0, 0, 1)); /* for all it knows, layer 0 is next */
+    pass(&cache, 1, one, 2);
+    pass(&cache, 1, other, 2);
+    CHECK(holds(&cache, 1, 0, 1) && holds(&cache, 1, 2, 3));
     ms_slot_cache_close(&cache);
 }
 
@@ -345,7 +390,7 @@ typedef struct model_entry {
 
 static model_entry model[GROUPS][EXPERTS];
 static uint64_t model_tick, model_order;
-static int model_evictions, model_visits[GROUPS], model_here;
+static int model_evictions, model_visits[GROUPS], model_here, model_passes, model_pass_of[GROUPS];
 
 static bool model_evictable(const model_entry * m) {
     for (int k = 0; k < MS_SLOT_SLICES; k++) {
@@ -390,7 +435,8 @@ static int model_victim(int cls, uint64_t spare_after, model_entry ** victim) {
         int best = -1;
         for (int g = 0; g < GROUPS; g++) {
             model_entry * m = model_class[g] == cls ? model_oldest(g, spare_after) : NULL;
-            int missed = m != NULL ? model_visits[g] - m->visit : 0;
+            int idle = (model_passes - model_pass_of[g]) / GROUPS;
+            int missed = m != NULL ? model_visits[g] - m->visit + idle : 0;
             int until = (model_position[g] - model_here + GROUPS - 1) % GROUPS + 1;
             bool own = sparing && missed == 0 && until == GROUPS;
             if (m != NULL && !own && missed * (GROUPS + 1) + until > best) {
@@ -448,15 +494,17 @@ static void model_step(ms_slot_cache * cache, check_random * rnd) {
     model_entry * m = &model[g][e];
     int what = (int) check_below(rnd, 100);
     if (check_below(rnd, 8) == 0) {
-        ms_slot_visit(cache, g);
-        model_visits[g]++;
+        int n = 1 + (int) check_below(rnd, 3);
+        ms_slot_visit(cache, g, n);
+        model_visits[g] += n;
+        model_pass_of[g] = ++model_passes;
         model_here = model_position[g];
     }
     if (!m->held) {
         uint64_t spare = what < 70 ? 0 : 1 + check_below(rnd, model_tick + 2);
         model_assign(cache, g, e, spare);
     } else if (what < 30) {
-        ms_slot_touch(cache, m->slot);
+        ms_slot_touch(cache, m->slot, 0);
         m->used_at = ++model_tick;
         m->visit = model_visits[g];
         m->order = ++model_order;
@@ -507,6 +555,8 @@ TEST(random_operations_agree_with_a_naive_cache) {
         model_order = 0;
         model_evictions = 0;
         memset(model_visits, 0, sizeof model_visits);
+        memset(model_pass_of, 0, sizeof model_pass_of);
+        model_passes = 0;
         model_here = 0;
         for (int i = 0; i < 5000 && atomic_load(&check_failures) == 0; i++) {
             model_step(&cache, &rnd);
@@ -526,6 +576,8 @@ static const check_test tests[] = {
     LISTED(assign_respects_spare_after),
     LISTED(assign_fails_when_every_slot_is_pinned_or_being_read),
     LISTED(of_equals_the_layer_that_comes_last_gives_way),
+    LISTED(behind_a_prompt_each_layer_holds_what_its_last_tokens_chose),
+    LISTED(a_layer_that_is_not_visited_any_more_ages),
     LISTED(what_a_pass_has_used_is_not_its_own_victim_while_there_is_another),
     LISTED(a_cache_smaller_than_a_cycle_still_finds_something),
     LISTED(a_cache_without_slots_and_a_group_without_class_work),

@@ -81,6 +81,25 @@ def test_reads_are_those_of_a_simulated_cache(source: str) -> None:
         )
 
 
+@pytest.mark.parametrize("n_prompt", [9, 30])
+def test_a_prompt_leaves_what_its_last_tokens_chose(n_prompt: int) -> None:
+    ids = made_up(12, 64, 4)
+    path = models.make(Spec(n_layer=12, n_embd=64, n_ff=32, n_expert=64, n_expert_used=4, n_head=2), "replay")
+    slot_bytes = ms.plan(path, stream=True).classes[0].slot_bytes
+    for n_slots in (70, 120, 300):  # a layer's at least
+        stream = ms.Stream(cache=n_slots * slot_bytes, prefetch="off", replay=ids)
+        with ms.Model(path, stream=stream) as model, model.context(len(ids), n_threads=1) as context:
+            misses, before = [], 0
+            for n in [n_prompt] + [1] * (len(ids) - n_prompt):
+                context.decode([1] * n, logits="all")  # else the last layer sees one token only
+                seen = model.stats()["n_misses"]
+                misses.append(seen - before)
+                before = seen
+        assert misses == traces.misses(ids, n_slots, n_prompt)
+        one_by_one = traces.misses(ids, n_slots)[n_prompt:]
+        assert sum(misses[1:6]) <= 1.2 * sum(one_by_one[:5]), "nearly as if the prompt had come token by token"
+
+
 def test_a_wrong_recording_is_refused() -> None:
     path = models.tiny()
     plan = ms.plan(path)
