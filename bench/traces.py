@@ -69,9 +69,10 @@ def lru_misses(ids: npt.NDArray[np.int32], n_slots: int) -> list[int]:
 
 
 def misses(ids: npt.NDArray[np.int32], n_slots: int, n_prompt: int = 1) -> list[int]:
-    """Experts that this library's cache reads for the first `n_prompt` tokens, computed at once, and for each one behind:
-    it evicts the expert that most tokens' visits of its layer passed over, of equals the one whose layer comes last; never
-    one that the running pass uses.
+    """Experts that this library's cache reads for the first `n_prompt` tokens, computed at once, and for each behind.
+
+    It evicts the expert that most tokens' visits of its layer passed over, of equals the one whose layer comes last;
+    never one that the running pass uses.
     """
     n_layer = ids.shape[1]
     held: list[dict[int, int]] = [{} for _ in range(n_layer)]  # expert: token of its last use, the oldest first
