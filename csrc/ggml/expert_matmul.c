@@ -45,40 +45,44 @@ static int32_t id_at(const moestream_context * ctx, const struct ggml_tensor * i
     return *(const int32_t *) ((const char *) ids->data + (size_t) t * ids->nb[1] + (size_t) k * ids->nb[0]);
 }
 
-/* Groups the rows by expert; entries in the order of their experts' last use. false if an id is out of range. */
+/* An entry for each expert that is chosen, in the order of their last use. false if an id is out of range. */
+static bool find_experts(moestream_context * ctx, const struct ggml_tensor * ids, int n_expert, moestream_error * e) {
+    int n = 0; /* found so far, the one that is used last first */
+    bool ok = true;
+    for (int64_t t = ids->ne[1] - 1; t >= 0 && ok; t--) {
+        for (int64_t k = ids->ne[0] - 1; k >= 0 && ok; k--) {
+            int32_t expert = id_at(ctx, ids, k, t);
+            if (expert < 0 || expert >= n_expert) {
+                ms_fail(e, MOESTREAM_ERR_INVALID, 0, "token %lld of layer %d chose expert %d, there are %d",
+                        (long long) t, ctx->ms->plan->index.group[ctx->op.group].layer, (int) expert, n_expert);
+                ok = false;
+            } else if (ctx->entry_of[expert] < 0) {
+                ctx->entry_of[expert] = 0;
+                ctx->experts[n++] = expert;
+            }
+        }
+    }
+    for (int i = 0; i < n; i++) {
+        ms_entry * entry = &ctx->entry[i];
+        entry->expert = ctx->experts[n - 1 - i];
+        entry->n_rows = 0;
+        ctx->entry_of[entry->expert] = ok ? i : -1;
+    }
+    ctx->op.n_entries = ok ? n : 0;
+    return ok;
+}
+
+/* Groups the rows by expert. false if an id is out of range. */
 static bool sort_rows(moestream_context * ctx, const struct ggml_tensor * ids, int n_expert, moestream_error * e) {
     ms_op * op = &ctx->op;
     int64_t n_used = ids->ne[0], n_tokens = ids->ne[1];
-    int n = 0; /* experts found, the one that is used last first */
-    op->n_entries = 0;
-    for (int64_t t = n_tokens - 1; t >= 0; t--) {
-        for (int64_t k = n_used - 1; k >= 0; k--) {
-            int32_t expert = id_at(ctx, ids, k, t);
-            if (expert < 0 || expert >= n_expert) {
-                for (int i = 0; i < n; i++) {
-                    ctx->entry_of[ctx->experts[i]] = -1;
-                }
-                ms_fail(e, MOESTREAM_ERR_INVALID, 0, "token %lld of layer %d chose expert %d, there are %d",
-                        (long long) t, ctx->ms->plan->index.group[op->group].layer, (int) expert, n_expert);
-                return false;
-            }
-            if (ctx->entry_of[expert] < 0) {
-                ctx->entry_of[expert] = n;
-                ctx->experts[n++] = expert;
-                ctx->entry[ctx->entry_of[expert]].n_rows = 0;
-            }
-            ctx->entry[ctx->entry_of[expert]].n_rows++;
+    if (!find_experts(ctx, ids, n_expert, e)) {
+        return false;
+    }
+    for (int64_t t = 0; t < n_tokens; t++) {
+        for (int64_t k = 0; k < n_used; k++) {
+            ctx->entry[ctx->entry_of[id_at(ctx, ids, k, t)]].n_rows++;
         }
-    }
-    op->n_entries = n;
-    for (int i = 0, j = n - 1; i <= j; i++, j--) {
-        int32_t rows = ctx->entry[i].n_rows;
-        ctx->entry[i].n_rows = ctx->entry[j].n_rows;
-        ctx->entry[j].n_rows = rows;
-    }
-    for (int i = 0; i < n; i++) {
-        ctx->entry[i].expert = ctx->experts[n - 1 - i];
-        ctx->entry_of[ctx->entry[i].expert] = i;
     }
     int32_t at = 0;
     for (int i = 0; i < op->n_entries; i++) {
