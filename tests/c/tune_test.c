@@ -1,6 +1,9 @@
 /* stream: the depth of the queue and the engine are measured once for a device, within bounds, and every choice says its
  * reason. */
+#include "stream/internal.h"
+
 #define MS_TUNE_FROM 1 /* of a small file, too */
+bool rate_of_the_test(ms_stream * s, int depth, uint64_t ns, uint64_t bytes, double * rate);
 #define ms_stream_rate rate_of_the_test
 #include "stream/tune.c"
 #undef ms_stream_rate
