@@ -87,8 +87,8 @@ int ms_slot_assign(ms_slot_cache * cache, int group, int expert, uint64_t spare_
 /* A pass over a layer begins that stands for n visits, one or more: what it does not touch was passed over by all. */
 void ms_slot_visit(ms_slot_cache * cache, int group, int n);
 
-/* Demand use, by the visit that `passed` others of the same pass came after. Within a pass `passed` must not grow from one
- * touch to the next. */
+/* Demand use, by the visit that `passed` others of the same pass came after. In the order of the last touches in a pass
+ * `passed` must not grow; a slot that will be touched again may be touched with 0 before. */
 void ms_slot_touch(ms_slot_cache * cache, int slot, int passed);
 
 void ms_slot_pin(ms_slot_cache * cache, int slot);

@@ -26,7 +26,7 @@ static const double ABOUT_AS_FAST = 0.8, CLEARLY_FASTER = 1.25;
 
 typedef struct known_device {
     uint64_t device;
-    int io; /* as asked for */
+    int io, n_readers; /* as asked for */
     bool direct;
     int depth;
     int engine;
@@ -37,23 +37,33 @@ static pthread_mutex_t known_lock = PTHREAD_MUTEX_INITIALIZER;
 static known_device known[MS_KNOWN];
 static int n_known; /* all that ever came; the oldest make room */
 
-static bool recall(known_device * d) {
-    bool found = false;
-    pthread_mutex_lock(&known_lock);
+/* Its entry, NULL if there is none. Under known_lock. */
+static known_device * known_locked(const known_device * d) {
     for (int i = 0; i < n_known && i < MS_KNOWN; i++) {
-        if (known[i].device == d->device && known[i].io == d->io && known[i].direct == d->direct) {
-            *d = known[i];
-            found = true;
+        if (known[i].device == d->device && known[i].io == d->io && known[i].n_readers == d->n_readers &&
+            known[i].direct == d->direct) {
+            return &known[i];
         }
     }
+    return NULL;
+}
+
+static bool recall(known_device * d) {
+    pthread_mutex_lock(&known_lock);
+    const known_device * found = known_locked(d);
+    *d = found != NULL ? *found : *d;
     pthread_mutex_unlock(&known_lock);
-    return found;
+    return found != NULL;
 }
 
 static void remember(const known_device * d) {
     pthread_mutex_lock(&known_lock);
-    known[n_known++ % MS_KNOWN] = *d;
-    n_known = n_known < 2 * MS_KNOWN ? n_known : n_known - MS_KNOWN;
+    known_device * at = known_locked(d);
+    if (at == NULL) {
+        at = &known[n_known++ % MS_KNOWN];
+        n_known = n_known < 2 * MS_KNOWN ? n_known : n_known - MS_KNOWN;
+    }
+    *at = *d;
     pthread_mutex_unlock(&known_lock);
 }
 
@@ -119,7 +129,10 @@ static void measure_engine(ms_stream * s, uint64_t bytes, known_device * d) {
         return;
     }
     other = swap_reader(s, other);
-    if (rate_at(s, d->depth, bytes, &d->pread) && d->pread > CLEARLY_FASTER * d->uring) {
+    if (!rate_at(s, d->depth, bytes, &d->pread)) {
+        d->pread = 0;
+    }
+    if (d->pread > CLEARLY_FASTER * d->uring) {
         d->engine = MOESTREAM_IO_PREAD;
     } else {
         other = swap_reader(s, other);
@@ -132,16 +145,22 @@ static bool may_choose_engine(const ms_stream * s) {
            s->reader->ops->engine == MOESTREAM_IO_URING;
 }
 
-static void use_known(ms_stream * s, const known_device * d) {
+/* false where the engine that there is now was not measured then: the kernel may grant io_uring at one time and not at
+ * another. */
+static bool use_known(ms_stream * s, known_device * d) {
     ms_reader * other;
     moestream_error err = {.struct_size = sizeof(err)};
-    if (may_choose_engine(s) && d->engine == MOESTREAM_IO_PREAD &&
+    if (may_choose_engine(s) && d->engine == MOESTREAM_IO_PREAD && d->uring > 0 &&
         ms_stream_open_reader(s, d->engine, &other, &err) == MOESTREAM_OK) {
         other = swap_reader(s, other);
         other->ops->close(other);
     }
-    snprintf(s->why_depth, sizeof(s->why_depth), "measured before on this device, at %.0f MB/s",
-             (s->reader->ops->engine == MOESTREAM_IO_URING ? d->uring : d->pread) * 1e-6);
+    d->engine = s->reader->ops->engine;
+    double rate = d->engine == MOESTREAM_IO_URING ? d->uring : d->pread;
+    if (rate > 0) {
+        snprintf(s->why_depth, sizeof(s->why_depth), "measured before on this device, at %.0f MB/s", rate * 1e-6);
+    }
+    return rate > 0;
 }
 
 void ms_tune(ms_stream * s) {
@@ -157,17 +176,18 @@ void ms_tune(ms_stream * s) {
     }
     known_device d = {.device = s->file[0].id.device,
                       .io = s->options.io,
+                      .n_readers = s->options.n_readers,
                       .direct = atomic_load(&s->file[0].direct),
                       .engine = s->reader->ops->engine};
-    if (recall(&d)) {
-        use_known(s, &d);
-    } else if (measure_depth(s, bytes, &d)) {
+    if (!recall(&d) || !use_known(s, &d)) {
+        d.uring = d.pread = 0;
+        if (!measure_depth(s, bytes, &d)) {
+            return;
+        }
         if (may_choose_engine(s)) {
             measure_engine(s, bytes, &d);
         }
         remember(&d);
-    } else {
-        return;
     }
     s->depth_limit = d.depth;
     if (d.uring > 0 && d.pread > 0) {

@@ -1,23 +1,27 @@
 """The C side of one context, and how calls into it are made one at a time.
 
-`ContextHandles` frees what a context owns, once and in order, and lets one call in while the others wait.
+`ContextHandles` frees what a context owns, once and in order; `one_call` lets one call in while the others wait.
 `in_helper_thread` keeps the main thread open to signals while C computes.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from moestream import _native_api as native
 from moestream.errors import BusyError, ClosedError
 
 if TYPE_CHECKING:
     from moestream.model import ModelHandles
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 def refuse_after_fork(pid: int) -> None:
@@ -37,9 +41,7 @@ class ContextHandles:
         self.context: Any = null
         self.pools: list[Any] = []
         self.abort_flag: Any = native.ffi.new("int32_t *")
-        # Taken by `with` alone: between __enter__ of a lock made in C and the body no signal handler runs, so an
-        # interrupt leaves it neither taken nor released twice.
-        self._call_lock: Any = threading.RLock()
+        self.lock: Any = threading.RLock()  # held over each call, by one_call
         self.closed = False
         self.at_exit = False  # the interpreter is ending; the call that is stopped for it ends its thread quietly
         self.entered = False  # counted among the users of the model
@@ -49,63 +51,102 @@ class ContextHandles:
         self.model.enter()
         self.entered = True
 
-    def call_lock(self) -> Any:
-        """The lock to hold over one call, as `with handles.call_lock(): context = handles.pointer()`. Raises BusyError
-        inside a call of this context, ClosedError in a process forked since."""
+    def refuse_nested(self) -> None:
+        """Raises BusyError inside a call of this context, ClosedError in a process forked since."""
         refuse_after_fork(self.pid)
-        if self._call_lock._is_owned():
+        if self.lock._is_owned():
             raise BusyError("the context was called from inside one of its own calls")
-        return self._call_lock
 
     def refuse_closed(self) -> None:
         """For whoever holds the lock. Raises ClosedError."""
         if self.closed:
             raise ClosedError("the context was used after it was closed")
 
-    def pointer(self) -> Any:
-        """The llama_context *, for whoever holds the lock. Raises ClosedError."""
-        self.refuse_closed()
-        return self.context
-
     def cancel(self) -> None:
-        """Asks the call in flight, if any, to stop. Any thread, without the lock."""
+        """Asks the call in flight, if any, to stop. Any thread, without the lock: the flag lives as long as this, and C
+        asks it between operations and while it waits for a read."""
         native._raw.ms_native_set_flag(self.abort_flag, 1)
-        if not self.closed and self.hook != native.ffi.NULL:
-            native.lib.moestream_context_cancel(self.hook)
 
     def free(self) -> None:
         """Waits for the call in flight, then frees. Raises BusyError inside a call of this context."""
         if self.pid != os.getpid():
             return  # freeing would wait for threads that were not forked along
-        if self._call_lock._is_owned():
+        if self.lock._is_owned():
             raise BusyError("the context was closed from inside one of its own calls")
-        with self._call_lock:
+        try:
+            self.lock.acquire()
             if not self.closed:
                 uninterrupted(self._free_now)
+        finally:
+            try:  # noqa: SIM105 (suppress is Python: an interrupt in it would come before the release)
+                self.lock.release()
+            except RuntimeError:  # an interrupt came while it was waited for
+                pass
 
     def free_at_exit(self) -> None:
-        """Stops the call in flight; frees, or leaks rather than frees under a call that does not end."""
+        """Stops the call in flight; frees, or leaks rather than frees under a call that does not end. At the end of the
+        interpreter, when a helper thread can no longer be counted on, and when nobody holds the context any more."""
         self.at_exit = True
         self.cancel()
-        if self.pid == os.getpid() and not self._call_lock._is_owned() and self._call_lock.acquire(timeout=0.8):
+        if self.pid != os.getpid() or self.lock._is_owned() or not self.lock.acquire(timeout=0.8):
+            return
+        try:
             if not self.closed:
-                self._free_now()  # a helper thread can no longer be counted on
-            self._call_lock.release()
+                self._free_now()
+        finally:
+            try:  # noqa: SIM105 (suppress is Python: an interrupt in it would come before the release)
+                self.lock.release()
+            except RuntimeError:  # an interrupt came while it was waited for
+                pass
 
     def _free_now(self) -> None:
+        """Each step whatever becomes of the others: an interrupt may come behind any of them."""
         lib, null = native.lib, native.ffi.NULL
         self.closed = True
-        if self.context != null:
-            lib.llama_free(self.context)
-        for pool in self.pools:
-            lib.ggml_threadpool_free(pool)
-        if self.hook != null:
-            lib.moestream_context_free(self.hook)
-        self.context = self.hook = null
-        self.pools = []
-        if self.entered:
-            self.entered = False
-            self.model.leave()
+        context, self.context = self.context, null
+        hook, self.hook = self.hook, null
+        pools, self.pools = self.pools, []
+        try:
+            if context != null:
+                lib.llama_free(context)
+        finally:
+            try:
+                for pool in pools:
+                    lib.ggml_threadpool_free(pool)
+            finally:
+                try:
+                    if hook != null:
+                        lib.moestream_context_free(hook)
+                finally:
+                    if self.entered:
+                        self.entered = False
+                        self.model.leave()
+
+
+def one_call(method: Callable[Concatenate[Any, Parameters], Result]) -> Callable[Concatenate[Any, Parameters], Result]:
+    """A method that is one call of the context behind `self._handles`: it waits for the one before.
+
+    It raises BusyError inside another call, ClosedError on a closed context.
+
+    The lock is released by try and finally, not by `with`: Python 3.14 looks for signals between a lock's __enter__ and
+    the body (its issue 148874), and an interrupt there would leave it taken for good.
+    """
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        handles: ContextHandles = self._handles
+        handles.refuse_nested()
+        try:
+            handles.lock.acquire()
+            handles.refuse_closed()
+            return method(self, *args, **kwargs)
+        finally:
+            try:  # noqa: SIM105 (suppress is Python: an interrupt in it would come before the release)
+                handles.lock.release()
+            except RuntimeError:  # an interrupt came while it was waited for
+                pass
+
+    return call
 
 
 class _Helper:
@@ -179,6 +220,7 @@ def in_helper_thread(work: Callable[[], int], cancel: Callable[[], None]) -> int
 
     # Python looks for signals where a loop goes back, too, and that jump lies outside the loop's own try: one loop
     # around the other, so that an interrupt that comes at the inner jump does not leave the work behind uncancelled.
+    # (A third one within the same microseconds could.)
     while True:
         try:
             wait_on()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moestream import _native_api as native
 from moestream import advice, checks, context_options, logs
-from moestream._calls import ContextHandles, in_helper_thread, uninterrupted
+from moestream._calls import ContextHandles, in_helper_thread, one_call, uninterrupted
 from moestream.errors import (
     ClosedError,
     ContextFullError,
@@ -118,7 +118,8 @@ class Context:
             self._separate = sizes["n_seq_max"] > 1 and not getattr(params, "kv_unified", True)
             uninterrupted(lambda: self._create(params, sizes["n_threads"], sizes["n_threads_batch"], threadpool))
         except BaseException:
-            self._finalizer()
+            self._handles.free()
+            self._finalizer.detach()
             logs.drain()
             raise
         self._read_sizes(embeddings)
@@ -232,6 +233,7 @@ class Context:
 
     # ---- decoding ---------------------------------------------------------------------------------------------------
 
+    @one_call
     def decode(
         self,
         tokens: Tokens,
@@ -264,18 +266,17 @@ class Context:
             raise ValueError(f'logits was {logits!r}; it is "last", "all" or "none"')
         ids = self._checked_tokens(tokens)
         n_outputs = {"last": 1, "all": len(ids), "none": 0}[logits]
-        with self._handles.call_lock():
-            pointer = self._handles.pointer()
-            out = np.empty((n_outputs, self.model.n_vocab), dtype=np.float32)
-            done = 0
+        pointer = self._handles.context
+        out = np.empty((n_outputs, self.model.n_vocab), dtype=np.float32)
+        done = 0
 
-            def copy(n: int) -> None:
-                nonlocal done
-                if n:
-                    out[done : done + n] = self._view(native.lib.llama_get_logits(pointer), n, self.model.n_vocab)
-                    done += n
+        def copy(n: int) -> None:
+            nonlocal done
+            if n:
+                out[done : done + n] = self._view(native.lib.llama_get_logits(pointer), n, self.model.n_vocab)
+                done += n
 
-            self._decode(ids, pos, seq_id, logits, copy)
+        self._decode(ids, pos, seq_id, logits, copy)
         return out
 
     def _decode(
@@ -307,11 +308,11 @@ class Context:
                 self._raise_for(self._decode_batch(n), start + begin, n)
                 if each is not None:
                     each(n if logits == "all" else int(last and logits == "last"))
+            logs.drain()
         except BaseException:
             self._take_back(seq_id, start)
             logs.drain(explained=True)
             raise
-        logs.drain()
 
     def _start(self, pos: int | None, seq_id: int, n: int) -> int:
         if self._lost is not None:
@@ -361,10 +362,12 @@ class Context:
 
     def _take_back(self, seq_id: int, start: int) -> None:
         """Drops what a failed call left: its reason, if nobody asked for it, and its part of the KV cache."""
+        # until it is known to be otherwise, should an interrupt come
+        self._lost = f"a failed call left sequence {seq_id} in a state that this model cannot take back"
         if self._handles.hook != native.ffi.NULL:
             native.lib.moestream_context_status(self._handles.hook, native.ffi.NULL)
-        if not native.lib.llama_memory_seq_rm(self._memory, seq_id, start, -1):
-            self._lost = f"a failed call left sequence {seq_id} in a state that this model cannot take back"
+        if native.lib.llama_memory_seq_rm(self._memory, seq_id, start, -1):
+            self._lost = None
 
     def _checked_tokens(self, tokens: Tokens) -> Any:
         return checks.token_array(tokens, self.model.n_vocab)
@@ -442,6 +445,7 @@ class Context:
         self.clear()
         return self.generate(text, max_tokens, parse_special=True, **options)
 
+    @one_call
     def embed(self, prompt: str | Tokens) -> FloatArray:
         """Embeddings of a text or of tokens; sequence 0 is cleared before and after.
 
@@ -456,40 +460,38 @@ class Context:
             raise UnsupportedError("this context computes no embeddings; make it with embeddings=True")
         lib = native.lib
         ids = self._checked_tokens(self.model.tokenize(prompt) if isinstance(prompt, str) else prompt)
-        with self._handles.call_lock():
-            pointer = self._handles.pointer()
-            pooled = int(lib.llama_pooling_type(pointer)) != int(lib.LLAMA_POOLING_TYPE_NONE)
-            if len(ids) > (self.n_ubatch if pooled else self.n_batch):
-                raise ValueError(f"{len(ids)} tokens are too many to embed at once with this n_ubatch and n_batch")
-            self._clear()
-            self._decode(ids, None, 0, "all")
-            if pooled:
-                out = self._view(lib.llama_get_embeddings_seq(pointer, 0), 1, self.model.n_embd).copy()
-            else:
-                out = self._view(lib.llama_get_embeddings(pointer), len(ids), self.model.n_embd).copy()
-            self._clear()
+        pointer = self._handles.context
+        pooled = int(lib.llama_pooling_type(pointer)) != int(lib.LLAMA_POOLING_TYPE_NONE)
+        if len(ids) > (self.n_ubatch if pooled else self.n_batch):
+            raise ValueError(f"{len(ids)} tokens are too many to embed at once with this n_ubatch and n_batch")
+        self._clear()
+        self._decode(ids, None, 0, "all")
+        if pooled:
+            out = self._view(lib.llama_get_embeddings_seq(pointer, 0), 1, self.model.n_embd).copy()
+        else:
+            out = self._view(lib.llama_get_embeddings(pointer), len(ids), self.model.n_embd).copy()
+        self._clear()
         array: FloatArray = out
         return array
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
+    @one_call
     def n_past(self, seq_id: int = 0) -> int:
         """Tokens that a sequence holds (one more than its largest position). ValueError: no such sequence."""
         seq_id = self._checked_seq(seq_id)
-        with self._handles.call_lock():
-            self._handles.refuse_closed()
-            return int(native.lib.llama_memory_seq_pos_max(self._memory, seq_id)) + 1
+        return int(native.lib.llama_memory_seq_pos_max(self._memory, seq_id)) + 1
 
+    @one_call
     def clear(self) -> None:
         """Forgets all sequences."""
-        with self._handles.call_lock():
-            self._handles.refuse_closed()
-            self._clear()
+        self._clear()
 
     def _clear(self) -> None:
         native.lib.llama_memory_clear(self._memory, True)
         self._lost = None
 
+    @one_call
     def seq_rm(self, seq_id: int, p0: int = -1, p1: int = -1) -> bool:
         """Drops positions p0 to p1 - 1 (-1: from the start, to the end) of one sequence. False where the model cannot.
 
@@ -497,10 +499,9 @@ class Context:
             ValueError: a sequence that there is not (`clear` drops all), or no positions.
         """
         seq_id, (p0, p1) = self._checked_seq(seq_id), _positions(p0, p1)
-        with self._handles.call_lock():
-            self._handles.refuse_closed()
-            return bool(native.lib.llama_memory_seq_rm(self._memory, seq_id, p0, p1))
+        return bool(native.lib.llama_memory_seq_rm(self._memory, seq_id, p0, p1))
 
+    @one_call
     def seq_cp(self, source: int, target: int, p0: int = -1, p1: int = -1) -> None:
         """Gives sequence `target` the positions p0 to p1 - 1 of `source`.
 
@@ -511,18 +512,17 @@ class Context:
         source, target = self._checked_seq(source, "source"), self._checked_seq(target, "target")
         p0, p1 = _positions(p0, p1)
         lib, memory = native.lib, self._memory
-        with self._handles.call_lock():
-            self._handles.refuse_closed()
-            if self._separate and source != target:
-                first, last = lib.llama_memory_seq_pos_min(memory, source), lib.llama_memory_seq_pos_max(memory, source)
-                if p0 > max(first, 0) or 0 <= p1 <= last:
-                    raise UnsupportedError(
-                        f"p0={p0}, p1={p1} is a part of sequence {source}; without kv_unified=True only all of it "
-                        "can be copied"
-                    )
-                p0 = p1 = -1
-            lib.llama_memory_seq_cp(memory, source, target, p0, p1)
+        if self._separate and source != target:
+            first, last = lib.llama_memory_seq_pos_min(memory, source), lib.llama_memory_seq_pos_max(memory, source)
+            if p0 > max(first, 0) or 0 <= p1 <= last:
+                raise UnsupportedError(
+                    f"p0={p0}, p1={p1} is a part of sequence {source}; without kv_unified=True only all of it "
+                    "can be copied"
+                )
+            p0 = p1 = -1
+        lib.llama_memory_seq_cp(memory, source, target, p0, p1)
 
+    @one_call
     def seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
         """Moves positions p0 to p1 - 1 by delta.
 
@@ -532,21 +532,20 @@ class Context:
         """
         seq_id, (p0, p1) = self._checked_seq(seq_id), _positions(p0, p1)
         checks.whole("delta", delta, -(2**30), 2**30)
-        with self._handles.call_lock():
-            self._handles.refuse_closed()
-            if not native.lib.llama_memory_can_shift(self._memory):
-                raise UnsupportedError("the memory of this model cannot shift positions")
-            native.lib.llama_memory_seq_add(self._memory, seq_id, p0, p1, delta)
+        if not native.lib.llama_memory_can_shift(self._memory):
+            raise UnsupportedError("the memory of this model cannot shift positions")
+        native.lib.llama_memory_seq_add(self._memory, seq_id, p0, p1, delta)
 
+    @one_call
     def state_get(self) -> bytes:
         """The whole state (KV cache and last outputs) as bytes for `state_set` of an equal context."""
         ffi, lib = native.ffi, native.lib
-        with self._handles.call_lock():
-            pointer = self._handles.pointer()
-            size = lib.llama_state_get_size(pointer)
-            buf = ffi.new("uint8_t[]", size)
-            return bytes(ffi.buffer(buf, lib.llama_state_get_data(pointer, buf, size)))
+        pointer = self._handles.context
+        size = lib.llama_state_get_size(pointer)
+        buf = ffi.new("uint8_t[]", size)
+        return bytes(ffi.buffer(buf, lib.llama_state_get_data(pointer, buf, size)))
 
+    @one_call
     def state_set(self, state: bytes) -> None:
         """Puts back what `state_get` gave.
 
@@ -558,12 +557,11 @@ class Context:
         except TypeError:
             raise TypeError(f"state was {checks.shown(state)}; it is the bytes that state_get gave") from None
         ffi, lib = native.ffi, native.lib
-        with self._handles.call_lock():
-            pointer = self._handles.pointer()
-            if not raw or lib.llama_state_set_data(pointer, ffi.from_buffer("uint8_t[]", raw), len(raw)) == 0:
-                said = logs.last_llama_error()
-                raise InvalidError(f"the state was not taken: {said or 'it is not one of a context like this'}")
-            self._lost = None
+        pointer = self._handles.context
+        if not raw or lib.llama_state_set_data(pointer, ffi.from_buffer("uint8_t[]", raw), len(raw)) == 0:
+            said = logs.last_llama_error()
+            raise InvalidError(f"the state was not taken: {said or 'it is not one of a context like this'}")
+        self._lost = None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the state to a file."""
@@ -575,6 +573,7 @@ class Context:
 
     # ---- statistics -------------------------------------------------------------------------------------------------
 
+    @one_call
     def stats(self) -> dict[str, Any]:
         """What streaming did: {"streaming": bool, "call": {...}, "total": {...}}.
 
@@ -582,13 +581,11 @@ class Context:
         Fields as in moestream_stats (bytes, nanoseconds), with `hit_rate`. Both are empty without streaming.
         """
         hook = self._handles.hook
-        with self._handles.call_lock():
-            self._handles.refuse_closed()
-            if hook == native.ffi.NULL:
-                return {"streaming": False, "call": {}, "total": {}}
-            call, total = native.new_struct("moestream_stats"), native.new_struct("moestream_stats")
-            native.check(native.lib.moestream_context_get_stats(hook, call, total))
-            return {"streaming": True, "call": stats_dict(call), "total": stats_dict(total)}
+        if hook == native.ffi.NULL:
+            return {"streaming": False, "call": {}, "total": {}}
+        call, total = native.new_struct("moestream_stats"), native.new_struct("moestream_stats")
+        native.check(native.lib.moestream_context_get_stats(hook, call, total))
+        return {"streaming": True, "call": stats_dict(call), "total": stats_dict(total)}
 
 
 def _positions(p0: Any, p1: Any) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from moestream import _native_api as native
+from moestream._calls import one_call
 from moestream.sampling import Sampler, SamplingOptions, TextStream
 
 if TYPE_CHECKING:
@@ -39,12 +40,13 @@ class Generation(Iterator[str]):
     ) -> None:
         self._context, self._text, self._seq_id = context, text, seq_id
         self._max_tokens, self._special, self._ignore_eog = max_tokens, special, ignore_eog
-        self._sampler = Sampler(options)
+        self._handles = context._handles
+        self._sampler: Sampler | None = Sampler(options)
         self._pending: Any = prompt
         self.prompt_tokens: list[int] = [int(token) for token in prompt]
         self.tokens: list[int] = []
         self.stop_reason: StopReason | None = None
-        self.seed = self._sampler.seed
+        self.seed: int | None = self._sampler.seed
         self.prompt_s = 0.0
         self.decode_s = 0.0
 
@@ -61,33 +63,38 @@ class Generation(Iterator[str]):
                 ended = "length"
             if ended is not None:
                 piece += self._text.finish()
-                self._end(ended)
+                if self.stop_reason is None:  # close() may have come meanwhile
+                    self._end(ended)
             if piece:
                 return piece
         raise StopIteration
 
+    @one_call
     def _step(self) -> tuple[bytes, StopReason | None]:
         """Decodes what is pending, chooses the next token: its bytes, and whether it ends the generation."""
-        context, lib, model = self._context, native.lib, self._context.model
+        context, model, sampler = self._context, self._context.model, self._sampler
+        if sampler is None:
+            return b"", None  # closed meanwhile
         started = time.monotonic()
-        with context._handles.call_lock():
-            pointer = context._handles.pointer()
+        if self._pending is not None:  # None: an interrupt came behind the decode
             context._decode(self._pending, None, self._seq_id, "last")
-            token = self._sampler.sample(pointer)
-            took = time.monotonic() - started
-            if self.tokens:
-                self.decode_s += took
-            else:
-                self.prompt_s += took
-            self._pending = [token]
-            if lib.llama_vocab_is_eog(model._vocab, token) and not self._ignore_eog:
-                return b"", "eog"
-            self.tokens.append(token)
-            return model._piece(token, self._special), None
+            self._pending = None
+        token = sampler.sample(self._handles.context)
+        took = time.monotonic() - started
+        if self.tokens:
+            self.decode_s += took
+        else:
+            self.prompt_s += took
+        self._pending = [token]
+        if native.lib.llama_vocab_is_eog(model._vocab, token) and not self._ignore_eog:
+            return b"", "eog"
+        self.tokens.append(token)
+        return model._piece(token, self._special), None
 
     def _end(self, reason: StopReason) -> None:
+        """The sampler goes with its last reference: a step in another thread may still use it."""
         self.stop_reason = reason
-        self._sampler.close()
+        self._sampler = None
 
     def close(self) -> None:
         """Ends the generation."""

@@ -73,26 +73,25 @@ class ModelHandles:
         self.store_cell: Any = native.ffi.new("moestream **")
         self.model_cell: Any = native.ffi.new("struct llama_model **")
         self.keep: list[Any] = []  # arrays that C points into while the model lives
-        self._users = 0
+        # No lock, which an interrupt could leave taken: a list's append and pop are one step each, and who comes in
+        # looks at _closing behind it, as who closes looks at the users behind setting that.
+        self._users: list[None] = []
         self._closing = False
-        # In C both, and no Condition: an interrupt inside that one, which is Python, can leave its lock taken.
-        self._lock = threading.Lock()
         self._left: queue.SimpleQueue[None] = queue.SimpleQueue()  # of users, while closing
 
     def enter(self) -> None:
         """Holds the handles open for one call or one context. Raises ClosedError once closing has begun, and in a
         process forked since."""
         refuse_after_fork(self.pid)
-        with self._lock:
-            if self._closing:
-                raise ClosedError("the model was used after it was closed")
-            self._users += 1
+        self._users.append(None)
+        if self._closing:
+            self.leave()
+            raise ClosedError("the model was used after it was closed")
 
     def leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._closing:
-                self._left.put(None)
+        self._users.pop()
+        if self._closing:
+            self._left.put(None)
 
     @property
     def store(self) -> Any:
@@ -113,10 +112,9 @@ class ModelHandles:
         frees under a call that does not end."""
         if self.pid != os.getpid():
             return  # the parent's
-        with self._lock:
-            self._closing = True
+        self._closing = True
         until = None if timeout is None else time.monotonic() + timeout
-        while self._users > 0:
+        while self._users:
             if until is not None and time.monotonic() >= until:
                 return
             with suppress(queue.Empty):  # several may wait for the same user to leave

@@ -67,7 +67,8 @@ class Sampler:
         if chain == ffi.NULL:
             raise MemoryError("llama.cpp could not make a sampler")
         self._chain = chain
-        self._finalizer = weakref.finalize(self, lib.llama_sampler_free, chain)
+        # Not at exit, when a thread may still be sampling: the system takes the memory back.
+        weakref.finalize(self, lib.llama_sampler_free, chain).atexit = False
         if options.temperature == 0:
             lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_greedy())
             return
@@ -84,10 +85,6 @@ class Sampler:
     def sample(self, context_pointer: Any) -> int:
         """The token chosen from the last output of a llama_context. Holds: the context's call lock."""
         return int(native.lib.llama_sampler_sample(self._chain, context_pointer, -1))
-
-    def close(self) -> None:
-        """Frees the chain."""
-        self._finalizer()
 
 
 class TextStream:

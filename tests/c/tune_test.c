@@ -86,6 +86,26 @@ TEST(the_engine_is_measured_where_nobody_has_said) {
           MOESTREAM_IO_URING);
 }
 
+TEST(an_engine_that_was_not_there_is_measured_once_it_is) {
+    rig r;
+    uring_gives = 3e9;
+    pread_gives = 1e9;
+    n_known = 0;
+    REQUIRE(open_by(&r, MOESTREAM_IO_AUTO, true, 128));
+    bool have = r.stream->reader->ops->engine == MOESTREAM_IO_URING;
+    ms_stream_close(r.stream);
+    REQUIRE(n_known == 1);
+    known[0].engine = MOESTREAM_IO_PREAD; /* as if the kernel had refused a ring */
+    known[0].pread = 1e9;
+    known[0].uring = 0;
+    REQUIRE(open_by(&r, MOESTREAM_IO_AUTO, true, 128));
+    CHECK(!have || says(&r, "io=io_uring: auto: at this depth io_uring 3000 MB/s, pread 1000"));
+    CHECK(!have || known[0].uring > 0);
+    CHECK(n_known == 1 && known[0].engine == r.stream->reader->ops->engine);
+    ms_stream_close(r.stream);
+    uring_gives = pread_gives = 0;
+}
+
 TEST(a_device_is_measured_once) {
     rig r;
     n_known = 0;
@@ -141,6 +161,7 @@ TEST(no_more_reads_are_in_flight_than_the_limit_says) {
 
 static const check_test tests[] = {
     LISTED(the_engine_is_measured_where_nobody_has_said),
+    LISTED(an_engine_that_was_not_there_is_measured_once_it_is),
     LISTED(a_device_is_measured_once),
     LISTED(a_depth_that_was_asked_for_is_kept),
     LISTED(no_more_reads_are_in_flight_than_the_limit_says),

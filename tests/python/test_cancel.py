@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import pathlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from support import faults
+
+import moestream as ms
 
 INTERRUPT = """
 def interrupted_in(seconds, call, limit=1.0):
@@ -148,3 +156,25 @@ def test_cancel_from_another_thread_raises_closed_and_the_next_call_is_right() -
             assert same(steps(context), want)
         """
     )
+
+
+def test_a_generation_closed_within_its_own_step_keeps_its_sampler_to_the_end_of_it(
+    tiny_moe: Callable[..., pathlib.Path],
+) -> None:
+    """As a signal handler or another thread may; the sampler had been freed under the step that uses it."""
+    with ms.Model(tiny_moe(), stream=ms.Stream(cache="min")) as model, model.context(64) as context:
+        generation = context.generate([1, 2], max_tokens=8, temperature=1.0, seed=1)
+        sampler, decode, alive = weakref.ref(generation._sampler), context._decode, []
+
+        def closing(*args: Any) -> None:
+            decode(*args)
+            generation.close()
+            gc.collect()
+            alive.append(sampler() is not None)
+
+        context._decode = closing
+        list(generation)
+        assert alive == [True] and generation.stop_reason == "closed"
+        assert sampler() is None
+        context._decode = decode
+        assert context.decode([3]).shape == (1, model.n_vocab)
