@@ -59,12 +59,13 @@ void ms_wait_for_slots(moestream_context * ctx) {
     atomic_fetch_add_explicit(&ctx->stall_ns, now - begin, memory_order_relaxed);
     check_stop(ctx);
     uint64_t since = atomic_load_explicit(&ctx->op.slots_since_ns, memory_order_relaxed);
-    if (now - since > ctx->ms->deadline_ns + time_stopped(&ctx->op, now) && !atomic_load(&ctx->failed)) {
+    uint64_t waited = now > since ? now - since : 0; /* another thread may have got one since the clock was read */
+    if (waited > ctx->ms->deadline_ns + time_stopped(&ctx->op, now) && !atomic_load(&ctx->failed)) {
         moestream_error e = {.struct_size = sizeof(e)};
         ms_fail(&e, MOESTREAM_ERR_IO, ETIMEDOUT,
                 "no slot of the cache became free in %.1f s (deadline_ms): reads into all of them, for this "
                 "or another context, do not end",
-                (double) (now - since) * 1e-9);
+                (double) waited * 1e-9);
         ms_context_fail(ctx, &e);
     }
 }

@@ -108,6 +108,20 @@ TEST(cancelling_one_context_does_nothing_to_the_bits_of_another) {
     rig_close(&a);
 }
 
+/* A thread reads the clock and is preempted; another gets slots and notes when; the first compares. */
+TEST(a_slot_that_came_after_the_clock_was_read_is_not_a_deadline) {
+    rig r;
+    REQUIRE(rig_open(&r, MOESTREAM_IO_AUTO, false));
+    r.hook->op.looked_ns = ms_now_ns();
+    r.hook->op.slots_since_ns = ms_now_ns() + 10 * 1000000000u;
+    ms_wait_for_slots(r.hook);
+    moestream_error err = {.struct_size = sizeof(err)};
+    if (!CHECK(moestream_context_status(r.hook, &err) == MOESTREAM_OK)) {
+        printf("    %s\n", err.message);
+    }
+    rig_close(&r);
+}
+
 static bool caller_says_stop(void * user) {
     return *(bool *) user;
 }
@@ -142,6 +156,7 @@ TEST(the_callers_abort_callback_and_its_answer_are_kept) {
 
 static const check_test tests[] = {
     LISTED(the_callers_abort_callback_and_its_answer_are_kept),
+    LISTED(a_slot_that_came_after_the_clock_was_read_is_not_a_deadline),
     LISTED(contexts_in_threads_give_the_stock_kernels_bits_with_either_engine),
     LISTED(cancelling_one_context_does_nothing_to_the_bits_of_another),
 };
