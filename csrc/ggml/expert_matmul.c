@@ -112,7 +112,7 @@ static ms_demand demand_of(const moestream_context * ctx, bool leader) {
 }
 
 /* Acquires slots for the entries that have none, as many as there is room for. Thread 0 before the barrier; later any
- * thread that finished an entry, one at a time (op_lock). */
+ * thread that finished an entry, one at a time (op.taking). */
 static void acquire_more(moestream_context * ctx, bool leader, bool begins) {
     ms_op * op = &ctx->op;
     int have = atomic_load_explicit(&op->n_acquired, memory_order_relaxed);
