@@ -168,6 +168,19 @@ static int64_t chunk_rows(const struct ggml_tensor * dst, int n_entries, int nth
     return (int64_t) ms_align_up((uint64_t) rows, MS_CHUNK_ROWS);
 }
 
+/* How long no expert is computed between two layers, so that nobody looks at the disk. Gaps of many tokens say nothing
+ * about those of few; and between two passes it is the caller's time. */
+static void note_gap(moestream_context * ctx) {
+    const ms_op * op = &ctx->op;
+    bool few = ms_few_tokens(op->dst);
+    if (few != ctx->gap_few) {
+        ctx->gap_ns = 0;
+    } else if (op->group > ctx->left_group && ctx->left_ns > 0) {
+        ctx->gap_ns = op->started_ns - ctx->left_ns;
+    }
+    ctx->gap_few = few;
+}
+
 static void start(moestream_context * ctx, const struct ggml_tensor * dst, int bank, int nth) {
     ms_op * op = &ctx->op;
     const ms_bank * b = &ctx->ms->plan->index.bank[bank];
@@ -180,6 +193,10 @@ static void start(moestream_context * ctx, const struct ggml_tensor * dst, int b
     atomic_store_explicit(&op->slots_since_ns, op->started_ns, memory_order_relaxed);
     bool leader = begin_pass(ctx);
     op->leader = leader;
+    if (leader) {
+        note_gap(ctx);
+        ms_stream_poll(ctx->ms->stream); /* what has arrived since makes room for what is missing */
+    }
     int n_used = ctx->ms->plan->index.n_expert_used;
     op->scan = n_used > 0 && dst->src[2]->ne[0] > n_used;
     atomic_flag_clear_explicit(&op->predicted, memory_order_relaxed);
@@ -312,6 +329,12 @@ static void leave(moestream_context * ctx) {
         ctx->slots[k] = ctx->entry[k].slot;
     }
     ms_stream_end(ctx->ms->stream, op->slice, ctx->slots, n);
+    /* behind the layer's last operation */
+    if (ctx->pass_slices == (1u << ctx->ms->plan->index.group[op->group].n_slices) - 1) {
+        ctx->left_ns = ms_now_ns();
+        ctx->left_group = op->group;
+        ms_stream_fill(ctx->ms->stream, ctx->gap_ns);
+    }
 }
 
 /* More experts than slots: takes what has become free; one thread at a time. Returns false if there was nothing to take. */

@@ -145,21 +145,25 @@ struct moestream_context {
     int pass_group;        /* group and slices of the pass that is running */
     unsigned pass_slices;
     bool pass_all;
+    int left_group;        /* layer whose last operation was the last to end, and when */
+    uint64_t left_ns;
+    uint64_t gap_ns; /* from there to the first operation of the next layer, when it was last seen; 0: unknown */
+    bool gap_few; /* that was with few tokens */
     size_t replay_token, replay_step; /* token of the recording this pass begins at, tokens of this pass */
-    atomic_int n_threads;  /* of the last operation */
+    atomic_int n_threads; /* of the last operation */
 
     /* reading ahead (predict.c); used by the one thread that holds op.predicted */
     uint64_t pass_begin_ns; /* reads begun before it belong to earlier calls, or were guesses */
-    uint64_t pass_tick;    /* what was used since is not evicted for a guess */
-    int32_t * guess;       /* [n_guess_room] */
+    uint64_t pass_tick; /* what was used since is not evicted for a guess */
+    int32_t * guess; /* [n_guess_room] */
     int n_guess_room;
-    float * guess_score;   /* [max experts] */
-    uint64_t pass_cold;    /* misses and useful guesses of this context before the pass */
-    int n_found;           /* passes in a row that found everything */
+    float * guess_score; /* [max experts] */
+    uint64_t pass_cold; /* misses and useful guesses of this context before the pass */
+    int n_found; /* passes in a row that found everything */
     uint64_t guess_random;
     ms_look look;
 
-    atomic_bool failed;    /* a call failed; results are not to be used */
+    atomic_bool failed; /* a call failed; results are not to be used */
     atomic_bool delivered; /* ... and ggml was told to stop: the next question belongs to a new call */
     atomic_bool cancel;
     pthread_mutex_t error_lock; /* guards error */

@@ -56,11 +56,13 @@ static ms_read * prepare_locked(ms_stream * s, ms_want want, bool ahead) {
     return &s->read[i];
 }
 
-/* A disk works on all it has been given at once: each read that is not needed yet delays those that are. So few are in
- * flight, in the order in which their bytes will be used; but of many that wait (a prompt) a quarter, as nobody looks at
- * the disk while experts are computed. Demand first; what is left of the room is for guesses. */
-int ms_stream_take_batch_locked(ms_stream * s, ms_read ** batch, int max) {
-    int quarter = s->demand.count / 4, limit = quarter > s->depth_limit ? quarter : s->depth_limit;
+/* Fills `batch` with reads for what waits; to be submitted after unlocking.
+ * A disk works on all it has been given at once: each read that is not needed yet delays those that are. So few are in
+ * flight, `limit`, in the order in which their bytes will be used; but of many that wait (a prompt) a quarter, as nobody
+ * looks at the disk while experts are computed. Demand first; what is left of the room is for guesses. */
+static int take_batch_locked(ms_stream * s, ms_read ** batch, int max, int limit) {
+    int quarter = s->demand.count / 4;
+    limit = quarter > limit ? quarter : limit;
     int n = 0, room = (limit < s->depth ? limit : s->depth) - s->n_demand_in_flight - s->n_ahead_in_flight;
     max = room < max ? room : max;
     while (n < max && s->n_free_read > 0 && s->demand.count > 0) {
@@ -73,12 +75,12 @@ int ms_stream_take_batch_locked(ms_stream * s, ms_read ** batch, int max) {
     return n;
 }
 
-/* Submits whatever can be, MS_BATCH at a time; called without the lock. */
-void ms_stream_submit_waiting(ms_stream * s) {
+/* MS_BATCH at a time; called without the lock. */
+static void submit(ms_stream * s, int limit) {
     for (;;) {
         ms_read * batch[MS_BATCH];
         pthread_mutex_lock(&s->lock);
-        int n = ms_stream_take_batch_locked(s, batch, MS_BATCH);
+        int n = take_batch_locked(s, batch, MS_BATCH, limit);
         pthread_mutex_unlock(&s->lock);
         if (n == 0) {
             return;
@@ -87,6 +89,23 @@ void ms_stream_submit_waiting(ms_stream * s) {
         if (n < MS_BATCH) {
             return;
         }
+    }
+}
+
+void ms_stream_submit_waiting(ms_stream * s) {
+    submit(s, s->depth_limit);
+}
+
+/* By the rate at which demand has arrived while somebody looked: over these gaps a rate would count the gaps, too. */
+void ms_stream_fill(ms_stream * s, uint64_t ns) {
+    pthread_mutex_lock(&s->lock);
+    const ms_pace * p = &s->pace;
+    double bytes = p->busy_ns > 0 ? (double) ns * (double) p->busy_bytes / (double) p->busy_ns : 0;
+    double n = bytes > 0 ? bytes * (double) s->stats.n_reads / (double) s->stats.read_bytes : 0;
+    bool more = s->demand.count + s->ahead.count > 0;
+    pthread_mutex_unlock(&s->lock);
+    if (more) {
+        submit(s, s->depth_limit + (int) (n < s->depth ? n : s->depth));
     }
 }
 

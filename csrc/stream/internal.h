@@ -156,8 +156,7 @@ void ms_pace_begin_locked(ms_stream * stream, uint64_t now);
 bool ms_pace_done_locked(ms_stream * stream, uint64_t now, uint64_t age_ns, uint64_t bytes, bool last);
 void ms_pace_warn(ms_stream * stream);
 
-/* Fills `batch` with reads for what waits, as far as there are free ones. Under the lock; submit after unlocking. */
-int ms_stream_take_batch_locked(ms_stream * stream, ms_read ** batch, int max);
+/* A read has ended (the reader's callback). */
 void ms_stream_done(void * user, ms_read * read, moestream_status status, int os_errno);
 
 /* demand.c, for ahead.c */
@@ -165,6 +164,7 @@ void ms_queue_push(ms_queue * queue, int32_t slot, int32_t slice);
 ms_want ms_queue_pop(ms_queue * queue);
 bool ms_stream_request_locked(ms_stream * stream, int slot, int slice, ms_queue * queue, moestream_stats * counts);
 void ms_stream_add_counts(moestream_stats * to, const moestream_stats * from);
+/* Submits what waits, as far as it may be in flight; called without the lock. */
 void ms_stream_submit_waiting(ms_stream * stream);
 
 /* ahead.c, for demand.c: the next guess to read; whether a slice waited among the guesses (it then no longer does); and

@@ -94,6 +94,9 @@ void ms_stream_spin(ms_stream * stream, int slot, int slice);
 void ms_stream_wait_free(ms_stream * stream);
 /* Delivers completions without waiting. Returns how many. */
 int ms_stream_poll(ms_stream * stream);
+/* Nobody will poll or wait for about `ns`: hands over as many of the reads that wait as the disk can do in that time, as
+ * far as it is known how fast it is. */
+void ms_stream_fill(ms_stream * stream, uint64_t ns);
 /* How long there was a slice in flight, so far. */
 uint64_t ms_stream_busy_ns(ms_stream * stream);
 

@@ -159,12 +159,43 @@ TEST(no_more_reads_are_in_flight_than_the_limit_says) {
     ms_stream_close(r.stream);
 }
 
+TEST(a_gap_is_filled_with_what_the_disk_can_do_in_it) {
+    rig r = {.script = {.seed = 5}};
+    ms_stream_options o = {.queue_depth = 8, .direct = MOESTREAM_DIRECT_OFF};
+    REQUIRE(rig_open(&r, N_EXPERTS, &o));
+    r.stream->depth_limit = 2;
+    fake_reader_hold(r.reader, true);
+    int32_t experts[4] = {0, 1, 2, 3};
+    moestream_stats counts = {0};
+    CHECK(ms_stream_prefetch(r.stream, 1, experts, 4, true, 0, &counts) == 4);
+    CHECK(counts.n_reads == 4 * N_SLICES && fake_reader_in_flight(r.reader) == 2);
+    ms_stream_fill(r.stream, 1000000000); /* nothing is known of the disk */
+    CHECK(fake_reader_in_flight(r.reader) == 2);
+    r.stream->pace.busy_bytes = counts.read_bytes; /* as if all of them had taken 12 us */
+    r.stream->pace.busy_ns = 4 * N_SLICES * 1000;
+    ms_stream_fill(r.stream, 4000); /* four in that time, and behind them as many as always */
+    CHECK(fake_reader_in_flight(r.reader) == 6);
+    ms_stream_fill(r.stream, 0);
+    CHECK(fake_reader_in_flight(r.reader) == 6);
+    ms_stream_fill(r.stream, 1000000000);
+    CHECK(fake_reader_in_flight(r.reader) == 8);
+    fake_reader_hold(r.reader, false);
+    settle(&r);
+    for (int i = 0; i < 4; i++) {
+        for (int k = 0; k < N_SLICES; k++) {
+            CHECK(right_slice(&r, ms_slot_find(&r.stream->cache, 1, experts[i]), 1, experts[i], k));
+        }
+    }
+    ms_stream_close(r.stream);
+}
+
 static const check_test tests[] = {
     LISTED(the_engine_is_measured_where_nobody_has_said),
     LISTED(an_engine_that_was_not_there_is_measured_once_it_is),
     LISTED(a_device_is_measured_once),
     LISTED(a_depth_that_was_asked_for_is_kept),
     LISTED(no_more_reads_are_in_flight_than_the_limit_says),
+    LISTED(a_gap_is_filled_with_what_the_disk_can_do_in_it),
 };
 
 int main(int argc, char ** argv) {
