@@ -70,8 +70,6 @@ struct ms_reader {
 typedef struct ms_reader_options {
     int depth;     /* reads in flight at most */
     int n_threads; /* pread engine; 0, for tests: whoever waits reads, and is held up as long as the read takes */
-    void * slab;   /* memory most reads go to, for registration; may be NULL */
-    size_t slab_bytes;
     ms_read_done done;
     void * user;
 } ms_reader_options;

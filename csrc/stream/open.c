@@ -90,12 +90,8 @@ moestream_status ms_stream_make_cache(const ms_stream * s, uint64_t budget, ms_c
 }
 
 moestream_status ms_stream_open_reader(ms_stream * s, int io, ms_reader ** out, moestream_error * err) {
-    ms_reader_options options = {.depth = s->depth,
-                                 .n_threads = s->options.n_readers,
-                                 .slab = s->slab.base,
-                                 .slab_bytes = (size_t) s->slab.bytes,
-                                 .done = ms_stream_done,
-                                 .user = s};
+    ms_reader_options options = {
+        .depth = s->depth, .n_threads = s->options.n_readers, .done = ms_stream_done, .user = s};
     if (s->options.open_reader != NULL) {
         return s->options.open_reader(s->options.open_reader_user, out, &options, err);
     }

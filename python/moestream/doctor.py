@@ -160,9 +160,6 @@ def advice(facts: dict[str, Any]) -> list[str]:
     disk = facts["disk"]
     if disk and disk.get("direct") and not disk["direct"]["works"]:
         lines.append(f"direct reads do not work on {disk['path']} ({disk['direct']['why']}); the page cache is used")
-    soft = facts["memlock_bytes"]["soft"]
-    if soft is not None and soft < 8 * 1024**2:
-        lines.append(f"only {format_bytes(soft)} may be locked; buffers are not registered with io_uring (ulimit -l)")
     memory = facts["memory"]
     limit = memory["cgroup_limit_bytes"]
     if limit is not None and limit < memory["total_bytes"]:
