@@ -66,8 +66,12 @@ VARIANTS: dict[str, Variant] = {
     "stream, 10 % cache": Variant(options={"cache": "10%"}, without_ahead="stream, 10 % cache without read-ahead"),
     "stream, 10 % cache without read-ahead": Variant(options={"cache": "10%", **OFF}),
     "stream, no cache": Variant(options={"cache": 0}),
-    "stream, one of four sequences": Variant(options={"cache": "10%", **OFF}),
-    "stream, four sequences": Variant(options={"cache": "10%", **OFF}, n_seq=4),
+    "stream, 10 % cache, recall 0.9": Variant(
+        options={"cache": "10%"}, recall=0.9, without_ahead="stream, 10 % cache without read-ahead"
+    ),
+    "stream, 10 % cache, four sequences": Variant(options={"cache": "10%"}, n_seq=4),
+    "stream, 1 % cache": Variant(options={"cache": "1%"}),
+    "stream, 1 % cache, four sequences": Variant(options={"cache": "1%"}, n_seq=4),
     "stream, after 8 s": Variant(options=OFF, idle_s=8),
     "stream, warm start, after 8 s": Variant(options=OFF, idle_s=8, warm=True),
     "stream, all in cache": Variant(options={"cache": "100%"}, limited=False, recall=0.0),

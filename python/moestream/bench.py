@@ -383,6 +383,7 @@ def _measure_mode(job: dict[str, Any]) -> dict[str, Any]:
         if before:
             answer.update(_streaming_numbers(before, after, n * n_seq))
             answer.update(prefill_read_bytes=prompt["read_bytes"], prefill_reads=prompt["n_reads"])
+            answer["prefill_stall_s"] = prompt["stall_ns"] * 1e-9
             answer["n_slices"] = sum(1 for t in model.plan.tensors if t.place == "STREAM") * model.plan.n_expert
             answer["load_dense_bytes"] = model.stats()["load_dense_bytes"]
     return answer
