@@ -189,10 +189,11 @@ static bool alloc_tables(moestream_context * ctx) {
     ctx->n_guess_room = most > 8 * index->n_expert_used ? most : 8 * index->n_expert_used;
     ctx->guess = ms_calloc((size_t) ctx->n_guess_room, sizeof(*ctx->guess));
     ctx->guess_score = ms_calloc((size_t) most, sizeof(*ctx->guess_score));
+    ctx->guess_count = ms_calloc((size_t) most, sizeof(*ctx->guess_count));
     ctx->guess_random = 1;
     ctx->node = ms_calloc((size_t) index->n_banks + 1, sizeof(*ctx->node));
-    if (!ctx->guess || !ctx->guess_score || !ctx->entry || !ctx->entry_of || !ctx->slots || !ctx->experts ||
-        !ctx->passed || !ctx->node) {
+    if (!ctx->guess || !ctx->guess_score || !ctx->guess_count || !ctx->entry || !ctx->entry_of || !ctx->slots ||
+        !ctx->experts || !ctx->passed || !ctx->node) {
         return false;
     }
     for (int e = 0; e < most; e++) {
@@ -213,6 +214,7 @@ static void free_tables(moestream_context * ctx) {
     free(ctx->passed);
     free(ctx->guess);
     free(ctx->guess_score);
+    free(ctx->guess_count);
     free(ctx->node);
     free(ctx->rows);
     free(ctx->quantized);

@@ -1,9 +1,9 @@
 /*
  * ggml/predict: which experts the next layer will probably choose, asked while this layer computes, so that the disk works
  * during the attention in between.
- * For a few tokens: the next layer's router on this layer's FFN input (published recall 71 to 89 %). For many tokens:
- * nearly every expert will be used, so all of them, in order. Under a replayed routing, where no router's choice counts, the
- * recorded experts with a stated recall, for benchmarks.
+ * For a few tokens: the next layer's router on this layer's FFN input (published recall 71 to 89 %). For many: the same for
+ * some of them, and the other experts behind those where nearly every one will be used. Under a replayed routing, where no
+ * router's choice counts, the recorded experts with a stated recall, for benchmarks, at the cost of asking the router.
  * Guarantees: only reads ahead (stream/ahead.c): a wrong guess costs disk time, never a bit. Stops asking by itself while
  * everything is in the cache, and while wrong guesses cost more than right ones win.
  */
@@ -15,7 +15,8 @@
 #include "ggml/store.h"
 
 enum {
-    MS_PREDICT_TOKENS = 8,   /* up to here the router is asked; above, all experts are read */
+    MS_PREDICT_TOKENS = 8,   /* up to here the router is asked for each */
+    MS_SAMPLED_TOKENS = 16,  /* for so many of a prompt */
     MS_LOOK_TOKENS = 4,      /* between two looks at whether it pays */
     MS_PAUSE_LOOKS = 10      /* looks until it is tried again */
 };
@@ -91,25 +92,17 @@ static int choose(float * score, int n_expert, int n, int32_t * out) {
     return found;
 }
 
-static int ask_router(moestream_context * ctx, const ms_router * r, int group, const struct ggml_tensor * x) {
+static int router_choice(moestream_context * ctx, const ms_router * r, int group, const float * in, int32_t * out) {
     const ms_index * index = &ctx->ms->plan->index;
     const struct ggml_type_traits_cpu * f32 = ctx->api->ggml_get_type_traits_cpu(GGML_TYPE_F32);
-    int n_expert = index->group[group].n_expert, n_used = index->n_expert_used, n = 0;
-    for (int64_t t = 0; t < x->ne[2]; t++) {
-        const float * in = (const float *) ((const char *) x->data + (size_t) t * x->nb[2]);
-        for (int e = 0; e < n_expert; e++) {
-            float logit = 0;
-            f32->vec_dot((int) r->n_in, &logit, 0, r->weight + (int64_t) e * r->n_in, 0, in, 0, 1);
-            logit += r->bias != NULL ? r->bias[e] : 0;
-            ctx->guess_score[e] =
-                r->selection_bias != NULL ? 1.0f / (1.0f + expf(-logit)) + r->selection_bias[e] : logit;
-        }
-        /* tokens may choose the same expert: the stream passes over what it has */
-        if (n + n_used <= ctx->n_guess_room) {
-            n += choose(ctx->guess_score, n_expert, n_used, ctx->guess + n);
-        }
+    int n_expert = index->group[group].n_expert;
+    for (int e = 0; e < n_expert; e++) {
+        float logit = 0;
+        f32->vec_dot((int) r->n_in, &logit, 0, r->weight + (int64_t) e * r->n_in, 0, in, 0, 1);
+        logit += r->bias != NULL ? r->bias[e] : 0;
+        ctx->guess_score[e] = r->selection_bias != NULL ? 1.0f / (1.0f + expf(-logit)) + r->selection_bias[e] : logit;
     }
-    return n;
+    return choose(ctx->guess_score, n_expert, index->n_expert_used, out);
 }
 
 static int32_t recorded(const moestream * ms, size_t token, int group, int k) {
@@ -120,37 +113,68 @@ static int32_t recorded(const moestream * ms, size_t token, int group, int k) {
 }
 
 /* A wrong guess is an expert that another token chose in this layer: a router that errs names likely experts, too. */
-static int ask_recording(moestream_context * ctx, int group, int64_t n_tokens) {
+static int recorded_choice(moestream_context * ctx, int group, int64_t t, int32_t * out) {
     const moestream * ms = ctx->ms;
-    int n_used = ms->plan->index.n_expert_used, n = 0;
-    for (int64_t t = 0; t < n_tokens; t++) {
-        for (int k = 0; k < n_used && n < ctx->n_guess_room; k++) {
-            ctx->guess_random = ctx->guess_random * 6364136223846793005u + 1442695040888963407u;
-            bool hit = (double) (ctx->guess_random >> 40) < ms->replay_recall * (double) (1 << 24);
-            size_t token = hit ? ctx->replay_token + (size_t) t : (size_t) (ctx->guess_random >> 16) % ms->n_replay;
-            ctx->guess[n++] =
-                recorded(ms, token, group, hit ? k : (int) ((ctx->guess_random >> 8) % (uint64_t) n_used));
-        }
+    int n_used = ms->plan->index.n_expert_used;
+    for (int k = 0; k < n_used; k++) {
+        ctx->guess_random = ctx->guess_random * 6364136223846793005u + 1442695040888963407u;
+        bool hit = (double) (ctx->guess_random >> 40) < ms->replay_recall * (double) (1 << 24);
+        size_t token = hit ? ctx->replay_token + (size_t) t : (size_t) (ctx->guess_random >> 16) % ms->n_replay;
+        out[k] = recorded(ms, token, group, hit ? k : (int) ((ctx->guess_random >> 8) % (uint64_t) n_used));
+    }
+    return n_used;
+}
+
+/* What token t of this pass will probably choose in `group`, whose router is asked for the input `x` of this layer. Returns
+ * how many, 0 where nobody can say. */
+static int ask(moestream_context * ctx, int group, const struct ggml_tensor * x, int64_t t, int32_t * out) {
+    const ms_router * r = &ctx->ms->router[group];
+    int n = 0;
+    if (r->weight != NULL && x->ne[0] == r->n_in && x->ne[1] == 1 && t < x->ne[2]) {
+        n = router_choice(ctx, r, group, (const float *) ((const char *) x->data + (size_t) t * x->nb[2]), out);
+    }
+    /* under replay the router was asked all the same: what that costs belongs to the figure */
+    return ctx->ms->replay != NULL ? recorded_choice(ctx, group, t, out) : n;
+}
+
+/* Tokens may choose the same expert: the stream passes over what it has. */
+static int ask_for_few(moestream_context * ctx, int group, const struct ggml_tensor * x, int64_t n_tokens) {
+    int n_used = ctx->ms->plan->index.n_expert_used, n = 0;
+    for (int64_t t = 0; t < n_tokens && n + n_used <= ctx->n_guess_room; t++) {
+        n += ask(ctx, group, x, t, ctx->guess + n);
     }
     return n;
 }
-
-static int ask_for_all(moestream_context * ctx, int group) {
-    int n = ctx->ms->plan->index.group[group].n_expert;
-    n = n < ctx->n_guess_room ? n : ctx->n_guess_room;
-    for (int e = 0; e < n; e++) {
-        ctx->guess[e] = e;
-    }
-    return n;
-}
-
-/* ---- whether to ask ---- */
 
 /* Would so many tokens, choosing at random, leave less than a tenth of the experts unused? */
 static bool nearly_all_used(const ms_index * index, int group, int64_t n_tokens) {
     double unused = 1.0 - (double) index->n_expert_used / (double) index->group[group].n_expert;
     return unused <= 0 || pow(unused, (double) n_tokens) < 0.1;
 }
+
+/* Some tokens from all over the prompt stand for the others: what they will choose, the most wanted first, and behind it
+ * (from n_likely on) the other experts where nearly all will be used. */
+static int ask_for_many(moestream_context * ctx, int group, const struct ggml_tensor * x, int64_t n_tokens) {
+    const ms_index * index = &ctx->ms->plan->index;
+    int n_expert = index->group[group].n_expert;
+    int64_t n_sampled = n_tokens < MS_SAMPLED_TOKENS ? n_tokens : MS_SAMPLED_TOKENS;
+    memset(ctx->guess_count, 0, (size_t) n_expert * sizeof(*ctx->guess_count));
+    ctx->n_likely = 0;
+    for (int64_t i = 0; i < n_sampled; i++) {
+        int n = ask(ctx, group, x, i * n_tokens / n_sampled, ctx->guess);
+        for (int k = 0; k < n; k++) {
+            int32_t e = ctx->guess[k]; /* a recording may hold anything: the layer itself will say so */
+            ctx->n_likely += e >= 0 && e < n_expert && ctx->guess_count[e]++ == 0;
+        }
+    }
+    bool all = nearly_all_used(index, group, n_tokens);
+    for (int e = 0; e < n_expert; e++) {
+        ctx->guess_score[e] = all || ctx->guess_count[e] > 0 ? (float) ctx->guess_count[e] : -INFINITY;
+    }
+    return choose(ctx->guess_score, n_expert, n_expert, ctx->guess);
+}
+
+/* ---- whether to ask ---- */
 
 /* Everything this layer needed was there, and not because of a guess. */
 static bool found_all(moestream_context * ctx) {
@@ -211,17 +235,19 @@ void ms_predict(moestream_context * ctx) {
     if (found_all(ctx) && (!few || ctx->n_found > ms->plan->index.n_groups)) {
         return;
     }
-    if (!few) {
-        /* at each operation of the pass: what did not fit into the queue before */
-        n = nearly_all_used(&ms->plan->index, next, n_tokens) ? ask_for_all(ctx, next) : 0;
-    } else if (paused(ctx)) {
-        return;
-    } else if (ms->replay != NULL) {
-        n = ask_recording(ctx, next, n_tokens);
-    } else if (ms->router[next].weight != NULL && x->ne[0] == ms->router[next].n_in && x->ne[1] == 1) {
-        n = ask_router(ctx, &ms->router[next], next, x);
+    if (few) {
+        n = paused(ctx) ? 0 : ask_for_few(ctx, next, x, n_tokens);
+        ctx->n_likely = n;
+    } else if (op->leader || ctx->guess_group != next) {
+        n = ask_for_many(ctx, next, x, n_tokens);
+    } else {
+        n = ctx->n_guess; /* at each operation of the pass: what did not fit into the queue before */
     }
+    ctx->n_guess = n;
+    ctx->guess_group = next;
     if (n > 0) {
-        ms_stream_prefetch(ms->stream, next, ctx->guess, n, !few, ctx->pass_tick, &ctx->total);
+        int likely = ctx->n_likely;
+        ms_stream_prefetch(ms->stream, next, ctx->guess, likely, !few, ctx->pass_tick, &ctx->total);
+        ms_stream_prefetch(ms->stream, next, ctx->guess + likely, n - likely, !few, ctx->pass_tick, &ctx->total);
     }
 }

@@ -158,6 +158,9 @@ struct moestream_context {
     int32_t * guess; /* [n_guess_room] */
     int n_guess_room;
     float * guess_score; /* [max experts] */
+    int32_t * guess_count; /* [max experts] tokens of a prompt that will probably choose it */
+    int n_guess, n_likely,
+        guess_group; /* what `guess` holds: so many for this group, those first that tokens will choose */
     uint64_t pass_cold; /* misses and useful guesses of this context before the pass */
     int n_found; /* passes in a row that found everything */
     uint64_t guess_random;
