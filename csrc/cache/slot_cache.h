@@ -45,6 +45,7 @@ typedef struct ms_slot {
     uint64_t used_at;   /* tick of the last demand use, or of the assignment; 0: forgotten */
     bool passing; /* taken by a scan (a warm-up selects every expert): goes first once released; touch clears it */
     bool prefetched; /* read ahead and not yet asked for: the caller sets and clears it, eviction clears it */
+    const void * asked_by; /* of a guess: the caller's, untouched */
     atomic_uchar state[MS_SLOT_SLICES];
 } ms_slot;
 

@@ -186,9 +186,10 @@ static bool alloc_tables(moestream_context * ctx) {
     ctx->slots = ms_calloc((size_t) most, sizeof(*ctx->slots));
     ctx->experts = ms_calloc((size_t) most, sizeof(*ctx->experts));
     ctx->passed = ms_calloc((size_t) most, sizeof(*ctx->passed));
-    ctx->n_guess_room = most > 8 * index->n_expert_used ? most : 8 * index->n_expert_used;
-    ctx->guess = ms_calloc((size_t) ctx->n_guess_room, sizeof(*ctx->guess));
-    ctx->guess_score = ms_calloc((size_t) most, sizeof(*ctx->guess_score));
+    int used = index->n_expert_used < most ? index->n_expert_used : most;
+    int n_guess = most > MS_GUESS_TOKENS * used ? most : MS_GUESS_TOKENS * used;
+    ctx->guess = ms_calloc((size_t) n_guess, sizeof(*ctx->guess));
+    ctx->guess_score = ms_calloc((size_t) most * MS_GUESS_TOKENS, sizeof(*ctx->guess_score));
     ctx->guess_count = ms_calloc((size_t) most, sizeof(*ctx->guess_count));
     ctx->guess_random = 1;
     ctx->node = ms_calloc((size_t) index->n_banks + 1, sizeof(*ctx->node));

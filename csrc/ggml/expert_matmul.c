@@ -168,17 +168,31 @@ static int64_t chunk_rows(const struct ggml_tensor * dst, int n_entries, int nth
     return (int64_t) ms_align_up((uint64_t) rows, MS_CHUNK_ROWS);
 }
 
-/* How long no expert is computed between two layers, so that nobody looks at the disk. Gaps of many tokens say nothing
- * about those of few; and between two passes it is the caller's time. */
+/* How long no expert is computed between two layers. Gaps of many tokens say nothing about those of few; and between two
+ * passes it is the caller's time. */
 static void note_gap(moestream_context * ctx) {
     const ms_op * op = &ctx->op;
     bool few = ms_few_tokens(op->dst);
+    int layer = ctx->ms->plan->index.group[op->group].layer;
     if (few != ctx->gap_few) {
         ctx->gap_ns = 0;
-    } else if (op->group > ctx->left_group && ctx->left_ns > 0) {
+    } else if (layer > ctx->left_layer && ctx->left_ns > 0) {
         ctx->gap_ns = op->started_ns - ctx->left_ns;
     }
     ctx->gap_few = few;
+}
+
+/* Behind the last operation of a layer. With one context nobody looks at the disk until the next one. */
+static void leave_layer(moestream_context * ctx) {
+    const ms_group * group = &ctx->ms->plan->index.group[ctx->op.group];
+    if (ctx->pass_slices != (1u << group->n_slices) - 1 || atomic_load(&ctx->failed)) {
+        return;
+    }
+    ctx->left_ns = ms_now_ns();
+    ctx->left_layer = group->layer;
+    if (atomic_load(&ctx->ms->n_contexts) == 1) {
+        ms_stream_fill(ctx->ms->stream, ctx->gap_ns);
+    }
 }
 
 static void start(moestream_context * ctx, const struct ggml_tensor * dst, int bank, int nth) {
@@ -195,7 +209,6 @@ static void start(moestream_context * ctx, const struct ggml_tensor * dst, int b
     op->leader = leader;
     if (leader) {
         note_gap(ctx);
-        ms_stream_poll(ctx->ms->stream); /* what has arrived since makes room for what is missing */
     }
     int n_used = ctx->ms->plan->index.n_expert_used;
     op->scan = n_used > 0 && dst->src[2]->ne[0] > n_used;
@@ -229,6 +242,9 @@ static void start(moestream_context * ctx, const struct ggml_tensor * dst, int b
     atomic_store_explicit(&op->stopped_ns, 0, memory_order_relaxed);
     atomic_store_explicit(&op->looked_ns, op->started_ns, memory_order_relaxed);
     acquire_more(ctx, leader, true);
+    if (leader) {
+        ms_stream_poll(ctx->ms->stream); /* what has arrived since the last layer makes room for what is missing now */
+    }
     op->at_once = atomic_load_explicit(&op->n_acquired, memory_order_relaxed) == op->n_entries;
     ctx->total.n_ops++;
 }
@@ -329,12 +345,7 @@ static void leave(moestream_context * ctx) {
         ctx->slots[k] = ctx->entry[k].slot;
     }
     ms_stream_end(ctx->ms->stream, op->slice, ctx->slots, n);
-    /* behind the layer's last operation */
-    if (ctx->pass_slices == (1u << ctx->ms->plan->index.group[op->group].n_slices) - 1) {
-        ctx->left_ns = ms_now_ns();
-        ctx->left_group = op->group;
-        ms_stream_fill(ctx->ms->stream, ctx->gap_ns);
-    }
+    leave_layer(ctx);
 }
 
 /* More experts than slots: takes what has become free; one thread at a time. Returns false if there was nothing to take. */

@@ -5,7 +5,7 @@
  * some of them, and the other experts behind those where nearly every one will be used. Under a replayed routing, where no
  * router's choice counts, the recorded experts with a stated recall, for benchmarks, at the cost of asking the router.
  * Guarantees: only reads ahead (stream/ahead.c): a wrong guess costs disk time, never a bit. Stops asking by itself while
- * everything is in the cache, and while wrong guesses cost more than right ones win.
+ * everything is in the cache and, unless nearly all experts will be used, while wrong guesses cost more than right ones win.
  */
 #include <math.h>
 #include <stdio.h>
@@ -16,7 +16,7 @@
 
 enum {
     MS_PREDICT_TOKENS = 8,   /* up to here the router is asked for each */
-    MS_SAMPLED_TOKENS = 16,  /* for so many of a prompt */
+    MS_SAMPLED_TOKENS = MS_GUESS_TOKENS, /* for so many of a prompt */
     MS_LOOK_TOKENS = 4,      /* between two looks at whether it pays */
     MS_PAUSE_LOOKS = 10      /* looks until it is tried again */
 };
@@ -92,17 +92,21 @@ static int choose(float * score, int n_expert, int n, int32_t * out) {
     return found;
 }
 
-static int router_choice(moestream_context * ctx, const ms_router * r, int group, const float * in, int32_t * out) {
-    const ms_index * index = &ctx->ms->plan->index;
+/* Scores of the router for tokens[0..n) of `x`, into guess_score [n][n_expert]. The router's rows are gone through once: they
+ * are more than fits the processor's caches. */
+static void router_scores(moestream_context * ctx, const ms_router * r, int n_expert, const struct ggml_tensor * x,
+                          const int64_t * tokens, int n) {
     const struct ggml_type_traits_cpu * f32 = ctx->api->ggml_get_type_traits_cpu(GGML_TYPE_F32);
-    int n_expert = index->group[group].n_expert;
     for (int e = 0; e < n_expert; e++) {
-        float logit = 0;
-        f32->vec_dot((int) r->n_in, &logit, 0, r->weight + (int64_t) e * r->n_in, 0, in, 0, 1);
-        logit += r->bias != NULL ? r->bias[e] : 0;
-        ctx->guess_score[e] = r->selection_bias != NULL ? 1.0f / (1.0f + expf(-logit)) + r->selection_bias[e] : logit;
+        for (int i = 0; i < n; i++) {
+            const float * in = (const float *) ((const char *) x->data + (size_t) tokens[i] * x->nb[2]);
+            float logit = 0;
+            f32->vec_dot((int) r->n_in, &logit, 0, r->weight + (int64_t) e * r->n_in, 0, in, 0, 1);
+            logit += r->bias != NULL ? r->bias[e] : 0;
+            ctx->guess_score[i * n_expert + e] =
+                r->selection_bias != NULL ? 1.0f / (1.0f + expf(-logit)) + r->selection_bias[e] : logit;
+        }
     }
-    return choose(ctx->guess_score, n_expert, index->n_expert_used, out);
 }
 
 static int32_t recorded(const moestream * ms, size_t token, int group, int k) {
@@ -125,25 +129,36 @@ static int recorded_choice(moestream_context * ctx, int group, int64_t t, int32_
     return n_used;
 }
 
-/* What token t of this pass will probably choose in `group`, whose router is asked for the input `x` of this layer. Returns
- * how many, 0 where nobody can say. */
-static int ask(moestream_context * ctx, int group, const struct ggml_tensor * x, int64_t t, int32_t * out) {
+/* What tokens[0..n) of this pass, at most MS_SAMPLED_TOKENS, will probably choose in `group`, whose router is asked for the
+ * input `x` of this layer: `out` gets n_used for each. Returns how many in all, 0 where nobody can say. */
+static int ask(moestream_context * ctx, int group, const struct ggml_tensor * x, const int64_t * tokens, int n,
+               int32_t * out) {
+    const ms_index * index = &ctx->ms->plan->index;
     const ms_router * r = &ctx->ms->router[group];
-    int n = 0;
-    if (r->weight != NULL && x->ne[0] == r->n_in && x->ne[1] == 1 && t < x->ne[2]) {
-        n = router_choice(ctx, r, group, (const float *) ((const char *) x->data + (size_t) t * x->nb[2]), out);
+    int n_expert = index->group[group].n_expert, n_out = 0;
+    bool usable = r->weight != NULL && x->ne[0] == r->n_in && x->ne[1] == 1 && tokens[n - 1] < x->ne[2];
+    if (usable) {
+        router_scores(ctx, r, n_expert, x, tokens, n);
     }
-    /* under replay the router was asked all the same: what that costs belongs to the figure */
-    return ctx->ms->replay != NULL ? recorded_choice(ctx, group, t, out) : n;
+    for (int i = 0; i < n && usable; i++) {
+        n_out += choose(ctx->guess_score + i * n_expert, n_expert, index->n_expert_used, out + n_out);
+    }
+    if (ctx->ms->replay != NULL) { /* the router was asked all the same: what that costs belongs to the figure */
+        n_out = 0;
+        for (int i = 0; i < n; i++) {
+            n_out += recorded_choice(ctx, group, tokens[i], out + n_out);
+        }
+    }
+    return n_out;
 }
 
 /* Tokens may choose the same expert: the stream passes over what it has. */
-static int ask_for_few(moestream_context * ctx, int group, const struct ggml_tensor * x, int64_t n_tokens) {
-    int n_used = ctx->ms->plan->index.n_expert_used, n = 0;
-    for (int64_t t = 0; t < n_tokens && n + n_used <= ctx->n_guess_room; t++) {
-        n += ask(ctx, group, x, t, ctx->guess + n);
+static int ask_for_few(moestream_context * ctx, int group, const struct ggml_tensor * x, int n_tokens) {
+    int64_t tokens[MS_PREDICT_TOKENS];
+    for (int t = 0; t < n_tokens; t++) {
+        tokens[t] = t;
     }
-    return n;
+    return ask(ctx, group, x, tokens, n_tokens, ctx->guess);
 }
 
 /* Would so many tokens, choosing at random, leave less than a tenth of the experts unused? */
@@ -152,22 +167,22 @@ static bool nearly_all_used(const ms_index * index, int group, int64_t n_tokens)
     return unused <= 0 || pow(unused, (double) n_tokens) < 0.1;
 }
 
-/* Some tokens from all over the prompt stand for the others: what they will choose, the most wanted first, and behind it
- * (from n_likely on) the other experts where nearly all will be used. */
-static int ask_for_many(moestream_context * ctx, int group, const struct ggml_tensor * x, int64_t n_tokens) {
-    const ms_index * index = &ctx->ms->plan->index;
-    int n_expert = index->group[group].n_expert;
-    int64_t n_sampled = n_tokens < MS_SAMPLED_TOKENS ? n_tokens : MS_SAMPLED_TOKENS;
+/* Some tokens from all over the prompt, its last one among them, stand for the others: what they will choose, the most
+ * wanted first, and behind it (from n_likely on) the other experts where nearly all will be used. */
+static int ask_for_many(moestream_context * ctx, int group, const struct ggml_tensor * x, int64_t n_tokens, bool all) {
+    int n_expert = ctx->ms->plan->index.group[group].n_expert;
+    int64_t tokens[MS_SAMPLED_TOKENS];
+    int n_sampled = n_tokens < MS_SAMPLED_TOKENS ? (int) n_tokens : MS_SAMPLED_TOKENS;
+    for (int i = 0; i < n_sampled; i++) {
+        tokens[i] = (i + 1) * n_tokens / n_sampled - 1;
+    }
+    int n = ask(ctx, group, x, tokens, n_sampled, ctx->guess);
     memset(ctx->guess_count, 0, (size_t) n_expert * sizeof(*ctx->guess_count));
     ctx->n_likely = 0;
-    for (int64_t i = 0; i < n_sampled; i++) {
-        int n = ask(ctx, group, x, i * n_tokens / n_sampled, ctx->guess);
-        for (int k = 0; k < n; k++) {
-            int32_t e = ctx->guess[k]; /* a recording may hold anything: the layer itself will say so */
-            ctx->n_likely += e >= 0 && e < n_expert && ctx->guess_count[e]++ == 0;
-        }
+    for (int i = 0; i < n; i++) {
+        int32_t e = ctx->guess[i]; /* a recording may hold anything: the layer itself will say so */
+        ctx->n_likely += e >= 0 && e < n_expert && ctx->guess_count[e]++ == 0;
     }
-    bool all = nearly_all_used(index, group, n_tokens);
     for (int e = 0; e < n_expert; e++) {
         ctx->guess_score[e] = all || ctx->guess_count[e] > 0 ? (float) ctx->guess_count[e] : -INFINITY;
     }
@@ -194,20 +209,22 @@ static void look(moestream_context * ctx) {
                    .made = total->n_prefetch,
                    .useful = total->n_prefetch_useful,
                    .pause = ctx->look.pause > 0 ? ctx->look.pause - 1 : 0};
-    uint64_t made = now.made - ctx->look.made, useful = now.useful - ctx->look.useful;
-    double read = (double) (now.read_bytes - ctx->look.read_bytes);
+    /* guesses that were given up are taken off again, so these may shrink */
+    int64_t made = (int64_t) (now.made - ctx->look.made), useful = (int64_t) (now.useful - ctx->look.useful);
+    int64_t guess_bytes = (int64_t) (now.guess_bytes - ctx->look.guess_bytes);
+    double read = (double) (int64_t) (now.read_bytes - ctx->look.read_bytes);
     if (made > 0 && read > 0) {
         double wrong = useful < made ? 1 - (double) useful / (double) made : 0;
-        double needed = 1 - wrong * (double) (now.guess_bytes - ctx->look.guess_bytes) / read;
+        double needed = 1 - wrong * (double) guess_bytes / read;
         double without = needed * (double) (now.busy_ns - ctx->look.busy_ns);
         double with = (double) (now.stall_ns - ctx->look.stall_ns);
         if (with > without) {
             now.pause = MS_PAUSE_LOOKS;
             ms_log(
                 MS_LOG_INFO,
-                "reading ahead pauses: %.1f ms were waited for bytes, without it about %.1f ms would be (%llu of %llu "
+                "reading ahead pauses: %.1f ms were waited for bytes, without it about %.1f ms would be (%lld of %lld "
                 "guesses were used)",
-                with * 1e-6, without * 1e-6, (unsigned long long) useful, (unsigned long long) made);
+                with * 1e-6, without * 1e-6, (long long) useful, (long long) made);
         }
     }
     ctx->look = now;
@@ -235,19 +252,22 @@ void ms_predict(moestream_context * ctx) {
     if (found_all(ctx) && (!few || ctx->n_found > ms->plan->index.n_groups)) {
         return;
     }
+    bool all = !few && nearly_all_used(&ms->plan->index, next, n_tokens);
     if (few) {
-        n = paused(ctx) ? 0 : ask_for_few(ctx, next, x, n_tokens);
+        n = paused(ctx) ? 0 : ask_for_few(ctx, next, x, (int) n_tokens);
         ctx->n_likely = n;
     } else if (op->leader || ctx->guess_group != next) {
-        n = ask_for_many(ctx, next, x, n_tokens);
+        n = !all && paused(ctx) ? 0 : ask_for_many(ctx, next, x, n_tokens, all);
     } else {
         n = ctx->n_guess; /* at each operation of the pass: what did not fit into the queue before */
     }
     ctx->n_guess = n;
     ctx->guess_group = next;
-    if (n > 0) {
-        int likely = ctx->n_likely;
+    int likely = n > 0 ? ctx->n_likely : 0;
+    if (likely > 0) {
         ms_stream_prefetch(ms->stream, next, ctx->guess, likely, !few, ctx->pass_tick, &ctx->total);
-        ms_stream_prefetch(ms->stream, next, ctx->guess + likely, n - likely, !few, ctx->pass_tick, &ctx->total);
+    }
+    if (n > likely) {
+        ms_stream_prefetch(ms->stream, next, ctx->guess + likely, n - likely, true, ctx->pass_tick, &ctx->total);
     }
 }

@@ -115,7 +115,7 @@ typedef struct ms_router {
 
 typedef struct ms_scratch ms_scratch; /* per thread, expert_matmul.c */
 
-enum { MS_MAX_THREADS = 512 };
+enum { MS_MAX_THREADS = 512, MS_GUESS_TOKENS = 16 /* asked about at once when reading ahead */ };
 
 struct moestream_context {
     moestream * ms;
@@ -145,7 +145,7 @@ struct moestream_context {
     int pass_group;        /* group and slices of the pass that is running */
     unsigned pass_slices;
     bool pass_all;
-    int left_group;        /* layer whose last operation was the last to end, and when */
+    int left_layer;        /* layer whose last operation was the last to end, and when */
     uint64_t left_ns;
     uint64_t gap_ns; /* from there to the first operation of the next layer, when it was last seen; 0: unknown */
     bool gap_few; /* that was with few tokens */
@@ -155,9 +155,8 @@ struct moestream_context {
     /* reading ahead (predict.c); used by the one thread that holds op.predicted */
     uint64_t pass_begin_ns; /* reads begun before it belong to earlier calls, or were guesses */
     uint64_t pass_tick; /* what was used since is not evicted for a guess */
-    int32_t * guess; /* [n_guess_room] */
-    int n_guess_room;
-    float * guess_score; /* [max experts] */
+    int32_t * guess; /* [max experts, at least MS_GUESS_TOKENS times those a token uses] */
+    float * guess_score; /* [MS_GUESS_TOKENS * max experts] */
     int32_t * guess_count; /* [max experts] tokens of a prompt that will probably choose it */
     int n_guess, n_likely,
         guess_group; /* what `guess` holds: so many for this group, those first that tokens will choose */

@@ -32,7 +32,20 @@ bool ms_ahead_claim_locked(ms_stream * s, int slot, int slice) {
     return was;
 }
 
-void ms_ahead_settle_locked(ms_stream * s, int group) {
+/* Gives up the read of a slice that waited among the guesses: it is no longer counted. */
+static void cancel_locked(ms_stream * s, int slot, int slice, moestream_stats * counts) {
+    const ms_slot * at = &s->cache.slot[slot];
+    const ms_bank * bank = &s->index->bank[s->index->group[at->group].bank[slice]];
+    uint64_t begin = ms_bank_offset(bank, at->expert);
+    uint64_t window = ms_align_up(begin + bank->slice_bytes, MS_PAGE) - ms_align_down(begin, MS_PAGE);
+    ms_slot_cancel_read(&s->cache, slot, slice);
+    counts->n_reads--;
+    counts->slice_bytes -= bank->slice_bytes;
+    counts->read_bytes -= window;
+    counts->prefetch_bytes -= window;
+}
+
+void ms_ahead_settle_locked(ms_stream * s, int group, const moestream_stats * counts, moestream_stats * mine) {
     if (s->ahead_open[group] == 0) {
         return;
     }
@@ -42,13 +55,16 @@ void ms_ahead_settle_locked(ms_stream * s, int group) {
         if (slot < 0 || !s->cache.slot[slot].prefetched || s->cache.slot[slot].pins > 0) {
             continue;
         }
+        /* `mine` is added to the stream's numbers and to the caller's, who may not have asked for this one */
+        moestream_stats * from = s->cache.slot[slot].asked_by == counts ? mine : &s->stats;
         bool any = false;
         for (int k = 0; k < s->index->group[group].n_slices; k++) {
             if (ms_ahead_claim_locked(s, slot, k)) {
-                ms_slot_cancel_read(&s->cache, slot, k);
+                cancel_locked(s, slot, k, from);
             }
             any |= ms_slot_state(&s->cache, slot, k) != MS_EMPTY;
         }
+        from->n_prefetch -= !any;
         if (any && (!s->options.cache_none || s->cache.slot[slot].reading > 0)) {
             ms_slot_demote(&s->cache, slot);
         } else {
@@ -58,7 +74,7 @@ void ms_ahead_settle_locked(ms_stream * s, int group) {
 }
 
 /* A slot for a guess, pinned; -1: no room, -2: it has one. */
-static int guess_locked(ms_stream * s, int group, int expert, uint64_t spare_after) {
+static int guess_locked(ms_stream * s, int group, int expert, uint64_t spare_after, const moestream_stats * counts) {
     if (expert < 0 || expert >= s->index->group[group].n_expert || ms_slot_find(&s->cache, group, expert) >= 0) {
         return -2;
     }
@@ -66,6 +82,7 @@ static int guess_locked(ms_stream * s, int group, int expert, uint64_t spare_aft
     if (slot >= 0) {
         ms_slot_pin(&s->cache, slot);
         s->cache.slot[slot].prefetched = true;
+        s->cache.slot[slot].asked_by = counts;
         s->ahead_open[group]++;
     }
     return slot;
@@ -81,7 +98,7 @@ int ms_stream_prefetch(ms_stream * s, int group, const int32_t * experts, int n,
     int room = (s->ahead.capacity - s->ahead.count) / n_slices;
     room = room < s->depth - s->n_ahead_waiting ? room : s->depth - s->n_ahead_waiting;
     for (int i = 0; i < n && n_slots < room && n_slots < MS_GUESSES; i++) {
-        int slot = guess_locked(s, group, experts[i], spare_after);
+        int slot = guess_locked(s, group, experts[i], spare_after, counts);
         if (slot == -1) {
             break;
         }

@@ -59,17 +59,18 @@ static ms_read * prepare_locked(ms_stream * s, ms_want want, bool ahead) {
 /* Fills `batch` with reads for what waits; to be submitted after unlocking.
  * A disk works on all it has been given at once: each read that is not needed yet delays those that are. So few are in
  * flight, `limit`, in the order in which their bytes will be used; but of many that wait (a prompt) a quarter, as nobody
- * looks at the disk while experts are computed. Demand first; what is left of the room is for guesses. */
+ * looks at the disk while experts are computed. Demand first, whatever guesses are in flight; those get what is left. */
 static int take_batch_locked(ms_stream * s, ms_read ** batch, int max, int limit) {
     int quarter = s->demand.count / 4;
     limit = quarter > limit ? quarter : limit;
-    int n = 0, room = (limit < s->depth ? limit : s->depth) - s->n_demand_in_flight - s->n_ahead_in_flight;
-    max = room < max ? room : max;
-    while (n < max && s->n_free_read > 0 && s->demand.count > 0) {
+    limit = limit < s->depth ? limit : s->depth;
+    int n = 0;
+    while (n < max && s->n_free_read > 0 && s->demand.count > 0 && s->n_demand_in_flight < limit) {
         batch[n++] = prepare_locked(s, ms_queue_pop(&s->demand), false);
     }
     ms_want want;
-    while (n < max && s->n_free_read > 0 && s->demand.count == 0 && ms_ahead_take_locked(s, &want)) {
+    while (n < max && s->n_free_read > 0 && s->demand.count == 0 &&
+           s->n_demand_in_flight + s->n_ahead_in_flight < limit && ms_ahead_take_locked(s, &want)) {
         batch[n++] = prepare_locked(s, want, true);
     }
     return n;
@@ -104,7 +105,7 @@ void ms_stream_fill(ms_stream * s, uint64_t ns) {
     double n = bytes > 0 ? bytes * (double) s->stats.n_reads / (double) s->stats.read_bytes : 0;
     bool more = s->demand.count + s->ahead.count > 0;
     pthread_mutex_unlock(&s->lock);
-    if (more) {
+    if (more && s->reader->ops->by_poll) { /* an engine's own threads look after themselves */
         submit(s, s->depth_limit + (int) (n < s->depth ? n : s->depth));
     }
 }
@@ -322,7 +323,7 @@ int ms_stream_acquire(ms_stream * s, const ms_demand * d, const int32_t * expert
         }
     }
     if (d->leader) {
-        ms_ahead_settle_locked(s, d->group);
+        ms_ahead_settle_locked(s, d->group, counts, &mine);
     }
     bool more = s->demand.count > 0;
     ms_stream_add_counts(&s->stats, &mine);
@@ -500,11 +501,17 @@ moestream_status ms_stream_read_error(ms_stream * s, int slot, int slice, moestr
 uint64_t ms_stream_read_age(ms_stream * s, int slot, int slice) {
     uint64_t age = 0;
     pthread_mutex_lock(&s->lock);
+    uint64_t oldest = UINT64_MAX;
     for (int i = 0; i < s->depth; i++) {
         const ms_flight * f = &s->flight[i];
-        if (f->range == NULL && f->since_ns != 0 && f->slot == slot && f->slice == slice) {
-            age = ms_now_ns() - f->since_ns;
+        if (f->range == NULL && f->since_ns != 0) {
+            bool mine = f->slot == slot && f->slice == slice;
+            age = mine ? ms_now_ns() - f->since_ns : age;
+            oldest = f->since_ns < oldest ? f->since_ns : oldest;
         }
+    }
+    if (age == 0 && oldest != UINT64_MAX && ms_slot_state(&s->cache, slot, slice) == MS_READING) {
+        age = ms_now_ns() - oldest; /* it waits for its turn behind that one */
     }
     pthread_mutex_unlock(&s->lock);
     return age;

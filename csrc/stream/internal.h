@@ -168,10 +168,11 @@ void ms_stream_add_counts(moestream_stats * to, const moestream_stats * from);
 void ms_stream_submit_waiting(ms_stream * stream);
 
 /* ahead.c, for demand.c: the next guess to read; whether a slice waited among the guesses (it then no longer does); and
- * what becomes of a group's guesses when its layer begins. */
+ * what becomes of a group's guesses when its layer begins: those not handed over yet are given up and taken out of `counts`'
+ * own `mine`, where `counts` asked for them. */
 bool ms_ahead_take_locked(ms_stream * stream, ms_want * want);
 bool ms_ahead_claim_locked(ms_stream * stream, int slot, int slice);
-void ms_ahead_settle_locked(ms_stream * stream, int group);
+void ms_ahead_settle_locked(ms_stream * stream, int group, const moestream_stats * counts, moestream_stats * mine);
 
 uint64_t ms_checksum(const uint8_t * bytes, size_t n);
 

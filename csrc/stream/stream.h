@@ -94,8 +94,8 @@ void ms_stream_spin(ms_stream * stream, int slot, int slice);
 void ms_stream_wait_free(ms_stream * stream);
 /* Delivers completions without waiting. Returns how many. */
 int ms_stream_poll(ms_stream * stream);
-/* Nobody will poll or wait for about `ns`: hands over as many of the reads that wait as the disk can do in that time, as
- * far as it is known how fast it is. */
+/* The only caller there is will not poll or wait for about `ns`: hands over as many of the reads that wait as the disk can
+ * do in that time, as far as it is known how fast it is, and as many more as always. */
 void ms_stream_fill(ms_stream * stream, uint64_t ns);
 /* How long there was a slice in flight, so far. */
 uint64_t ms_stream_busy_ns(ms_stream * stream);
@@ -107,7 +107,8 @@ void ms_stream_end(ms_stream * stream, int slice, const int32_t * slots, int n);
 /* Fills `err` with why the read of a FAILED slice failed: file, offset, errno. */
 moestream_status ms_stream_read_error(ms_stream * stream, int slot, int slice, moestream_error * err);
 
-/* How long the read of a READING slice has been with the engine; 0 while it waits for its turn or has ended. */
+/* How long the read of a READING slice has been with the engine or, while it waits for its turn, the oldest of the reads it
+ * waits behind; 0 when it has ended. */
 uint64_t ms_stream_read_age(ms_stream * stream, int slot, int slice);
 
 /* The error for a read that took longer than the deadline. The slot stays taken until the kernel lets go of it. */

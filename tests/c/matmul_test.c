@@ -66,6 +66,19 @@ TEST(each_slice_is_read_at_most_once_per_operation) {
     rig_close(&r);
 }
 
+TEST(the_gap_between_layers_is_known_and_is_that_of_as_many_tokens) {
+    rig r;
+    REQUIRE(rig_open(&r, MOESTREAM_IO_AUTO, false));
+    CHECK(agrees(&r, 0, N_USED, 1, 1, 2) && r.hook->left_ns == 0); /* one of the layer's two operations */
+    CHECK(agrees(&r, 1, N_USED, N_USED, 1, 2) && r.hook->left_ns > 0 && r.hook->gap_ns == 0);
+    CHECK(agrees(&r, 2, N_USED, 1, 1, 2) && r.hook->gap_ns > 0);
+    uint64_t gap = r.hook->gap_ns;
+    CHECK(agrees(&r, 3, N_USED, N_USED, 1, 2) && agrees(&r, 0, N_USED, 1, 1, 2));
+    CHECK(r.hook->gap_ns == gap); /* from the last layer to the first one: not a gap */
+    CHECK(agrees(&r, 1, N_USED, N_USED, 40, 2) && agrees(&r, 2, N_USED, 1, 40, 2) && r.hook->gap_ns == 0);
+    rig_close(&r);
+}
+
 /* ---- operations that are not streamed ---- */
 
 TEST(another_operation_reads_the_tensor_whole_and_once) {
@@ -182,10 +195,15 @@ TEST(asking_ggml_for_a_tensor_gives_the_bytes_of_the_file) {
 }
 
 static const check_test tests[] = {
-    LISTED(strided_ids_give_the_stock_kernels_bits),       LISTED(an_id_out_of_range_is_an_error_and_reads_nothing),
-    LISTED(each_slice_is_read_at_most_once_per_operation), LISTED(another_operation_reads_the_tensor_whole_and_once),
-    LISTED(a_plain_matmul_with_one_expert_is_right),       LISTED(experts_chosen_from_a_view_fall_back_and_are_right),
-    LISTED(every_slot_holds_the_bytes_of_the_file),        LISTED(asking_ggml_for_a_tensor_gives_the_bytes_of_the_file),
+    LISTED(strided_ids_give_the_stock_kernels_bits),
+    LISTED(an_id_out_of_range_is_an_error_and_reads_nothing),
+    LISTED(the_gap_between_layers_is_known_and_is_that_of_as_many_tokens),
+    LISTED(each_slice_is_read_at_most_once_per_operation),
+    LISTED(another_operation_reads_the_tensor_whole_and_once),
+    LISTED(a_plain_matmul_with_one_expert_is_right),
+    LISTED(experts_chosen_from_a_view_fall_back_and_are_right),
+    LISTED(every_slot_holds_the_bytes_of_the_file),
+    LISTED(asking_ggml_for_a_tensor_gives_the_bytes_of_the_file),
 };
 
 int main(int argc, char ** argv) {

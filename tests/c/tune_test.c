@@ -189,6 +189,46 @@ TEST(a_gap_is_filled_with_what_the_disk_can_do_in_it) {
     ms_stream_close(r.stream);
 }
 
+TEST(demand_does_not_wait_for_guesses_and_dropped_guesses_are_not_counted) {
+    rig r = {.script = {.seed = 5}};
+    ms_stream_options o = {.queue_depth = 16, .direct = MOESTREAM_DIRECT_OFF};
+    REQUIRE(rig_open(&r, N_EXPERTS, &o));
+    r.stream->depth_limit = 2;
+    r.stream->pace.busy_bytes = 1000000;
+    r.stream->pace.busy_ns = 1;
+    fake_reader_hold(r.reader, true);
+    int32_t experts[5] = {0, 1, 2, 3, 4}, needed[2] = {2, 5}, slots[2];
+    moestream_stats counts = {0}, other = {0};
+    CHECK(ms_stream_prefetch(r.stream, 1, experts, 2, true, 0, &counts) == 2);
+    ms_stream_fill(r.stream, 1000); /* all six */
+    CHECK(ms_stream_prefetch(r.stream, 1, experts + 2, 1, true, 0, &other) == 1); /* from here on they wait */
+    CHECK(ms_stream_prefetch(r.stream, 1, experts + 3, 1, true, 0, &counts) == 1);
+    CHECK(ms_stream_prefetch(r.stream, 1, experts + 4, 1, true, 0, &other) == 1);
+    CHECK(fake_reader_in_flight(r.reader) == 6 && counts.n_prefetch == 3 && counts.n_reads == 9);
+    ms_demand d = {.group = 1, .leader = true, .all_slices = true};
+    REQUIRE(ms_stream_acquire(r.stream, &d, needed, 2, slots, &counts) == 2);
+    CHECK(fake_reader_in_flight(r.reader) == 8);
+    CHECK(counts.n_prefetch == 2 && counts.n_reads == 9); /* less expert 3, and what was missing of expert 5 */
+    CHECK(other.n_prefetch == 2 && r.stream->stats.n_prefetch == 3); /* 4 is not taken off what another one counts */
+    CHECK(counts.n_misses == 1 && counts.n_prefetch_useful == 1);
+    const struct timespec pause = {0, 2000000};
+    nanosleep(&pause, NULL);
+    CHECK(ms_stream_read_age(r.stream, slots[1], 2) > 1000000); /* it waits behind reads that do not end */
+    fake_reader_hold(r.reader, false);
+    for (int i = 0; i < 2; i++) {
+        for (int k = 0; k < N_SLICES; k++) {
+            while (ms_stream_state(r.stream, slots[i], k) == MS_READING) {
+                ms_stream_poll(r.stream);
+            }
+            CHECK(right_slice(&r, slots[i], 1, needed[i], k));
+        }
+    }
+    ms_stream_release(r.stream, 0, slots, 2);
+    settle(&r);
+    CHECK(fake_reader_submitted(r.reader) == r.stream->stats.n_reads);
+    ms_stream_close(r.stream);
+}
+
 static const check_test tests[] = {
     LISTED(the_engine_is_measured_where_nobody_has_said),
     LISTED(an_engine_that_was_not_there_is_measured_once_it_is),
@@ -196,6 +236,7 @@ static const check_test tests[] = {
     LISTED(a_depth_that_was_asked_for_is_kept),
     LISTED(no_more_reads_are_in_flight_than_the_limit_says),
     LISTED(a_gap_is_filled_with_what_the_disk_can_do_in_it),
+    LISTED(demand_does_not_wait_for_guesses_and_dropped_guesses_are_not_counted),
 };
 
 int main(int argc, char ** argv) {

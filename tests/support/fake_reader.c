@@ -240,6 +240,7 @@ static void fake_close(ms_reader * reader) {
 static const struct ms_reader_ops fake_ops = {
     .name = "fake",
     .engine = MOESTREAM_IO_PREAD,
+    .by_poll = true,
     .submit = fake_submit,
     .poll = fake_poll,
     .wait = fake_wait,
