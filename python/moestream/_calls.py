@@ -58,7 +58,9 @@ class ContextHandles:
             raise BusyError("the context was called from inside one of its own calls")
 
     def refuse_closed(self) -> None:
-        """For whoever holds the lock. Raises ClosedError."""
+        """For whoever holds the lock. Raises ClosedError; ends a thread that goes on while the interpreter ends."""
+        if self.closed and self.at_exit and threading.current_thread() is not threading.main_thread():
+            raise SystemExit  # a daemon thread: nobody is left to read its traceback
         if self.closed:
             raise ClosedError("the context was used after it was closed")
 

@@ -40,6 +40,12 @@ WAYS: dict[str, tuple[str, int]] = {
     "decode_in_a_daemon_thread": (BUSY.format(daemon=True), 0),
     "decode_in_a_daemon_thread_os_exit": (BUSY.format(daemon=True) + "os._exit(6)\n", 6),
     "decode_in_a_thread_sys_exit": (BUSY.format(daemon=True) + "sys.exit(7)\n", 7),
+    # the sleep at exit runs last: the thread wakes up after that and finds its context freed
+    "decode_in_a_daemon_thread_behind_the_end": (
+        "import atexit; atexit.register(time.sleep, 0.6)\n"
+        + BUSY.format(daemon=True).replace("pos=0)", "pos=0); time.sleep(0.3)"),
+        0,
+    ),
     "sigterm": (DECODE + "os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(5)\n", -15),
     "atexit": ("import atexit\n" + DECODE + "atexit.register(lambda: context.decode([1]))\n", 0),
 }
