@@ -15,8 +15,7 @@
 #include "ggml/store.h"
 
 enum {
-    MS_PREDICT_TOKENS = 8,   /* up to here the router is asked for each */
-    MS_SAMPLED_TOKENS = MS_GUESS_TOKENS, /* for so many of a prompt */
+    MS_PREDICT_TOKENS = 8,   /* up to here the router is asked for each, of more for MS_GUESS_TOKENS */
     MS_LOOK_TOKENS = 4,      /* between two looks at whether it pays */
     MS_PAUSE_LOOKS = 10      /* looks until it is tried again */
 };
@@ -129,7 +128,7 @@ static int recorded_choice(moestream_context * ctx, int group, int64_t t, int32_
     return n_used;
 }
 
-/* What tokens[0..n) of this pass, at most MS_SAMPLED_TOKENS, will probably choose in `group`, whose router is asked for the
+/* What tokens[0..n) of this pass, at most MS_GUESS_TOKENS, will probably choose in `group`, whose router is asked for the
  * input `x` of this layer: `out` gets n_used for each. Returns how many in all, 0 where nobody can say. */
 static int ask(moestream_context * ctx, int group, const struct ggml_tensor * x, const int64_t * tokens, int n,
                int32_t * out) {
@@ -171,8 +170,8 @@ static bool nearly_all_used(const ms_index * index, int group, int64_t n_tokens)
  * wanted first, and behind it (from n_likely on) the other experts where nearly all will be used. */
 static int ask_for_many(moestream_context * ctx, int group, const struct ggml_tensor * x, int64_t n_tokens, bool all) {
     int n_expert = ctx->ms->plan->index.group[group].n_expert;
-    int64_t tokens[MS_SAMPLED_TOKENS];
-    int n_sampled = n_tokens < MS_SAMPLED_TOKENS ? (int) n_tokens : MS_SAMPLED_TOKENS;
+    int64_t tokens[MS_GUESS_TOKENS];
+    int n_sampled = n_tokens < MS_GUESS_TOKENS ? (int) n_tokens : MS_GUESS_TOKENS;
     for (int i = 0; i < n_sampled; i++) {
         tokens[i] = (i + 1) * n_tokens / n_sampled - 1;
     }

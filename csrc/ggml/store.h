@@ -158,8 +158,7 @@ struct moestream_context {
     int32_t * guess; /* [max experts, at least MS_GUESS_TOKENS times those a token uses] */
     float * guess_score; /* [MS_GUESS_TOKENS * max experts] */
     int32_t * guess_count; /* [max experts] tokens of a prompt that will probably choose it */
-    int n_guess, n_likely,
-        guess_group; /* what `guess` holds: so many for this group, those first that tokens will choose */
+    int n_guess, n_likely, guess_group; /* in `guess`: how many, how many of them tokens will choose, for which group */
     uint64_t pass_cold; /* misses and useful guesses of this context before the pass */
     int n_found; /* passes in a row that found everything */
     uint64_t guess_random;

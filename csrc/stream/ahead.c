@@ -36,8 +36,7 @@ bool ms_ahead_claim_locked(ms_stream * s, int slot, int slice) {
 static void cancel_locked(ms_stream * s, int slot, int slice, moestream_stats * counts) {
     const ms_slot * at = &s->cache.slot[slot];
     const ms_bank * bank = &s->index->bank[s->index->group[at->group].bank[slice]];
-    uint64_t begin = ms_bank_offset(bank, at->expert);
-    uint64_t window = ms_align_up(begin + bank->slice_bytes, MS_PAGE) - ms_align_down(begin, MS_PAGE);
+    uint64_t window = ms_slice_window(bank, at->expert);
     ms_slot_cancel_read(&s->cache, slot, slice);
     counts->n_reads--;
     counts->slice_bytes -= bank->slice_bytes;

@@ -39,7 +39,7 @@ static ms_read * prepare_locked(ms_stream * s, ms_want want, bool ahead) {
     s->read[i] = (ms_read) {
         .file = &s->file[bank->file],
         .offset = at,
-        .bytes = (uint32_t) (ms_align_up(begin + bank->slice_bytes, MS_PAGE) - at),
+        .bytes = (uint32_t) ms_slice_window(bank, slot->expert),
         .need = (uint32_t) (begin + bank->slice_bytes - at),
         .dst = ms_slab_slot(&s->slab, want.slot) + s->slice_at[slot->group * MS_MAX_SLICES + want.slice],
         .tag = (uint64_t) i,
@@ -210,10 +210,9 @@ bool ms_stream_request_locked(ms_stream * s, int slot, int slice, ms_queue * que
         return true;
     }
     const ms_bank * bank = &s->index->bank[s->index->group[s->cache.slot[slot].group].bank[slice]];
-    uint64_t begin = ms_bank_offset(bank, s->cache.slot[slot].expert);
     counts->n_reads++;
     counts->slice_bytes += bank->slice_bytes;
-    counts->read_bytes += ms_align_up(begin + bank->slice_bytes, MS_PAGE) - ms_align_down(begin, MS_PAGE);
+    counts->read_bytes += ms_slice_window(bank, s->cache.slot[slot].expert);
     ms_slot_begin_read(&s->cache, slot, slice);
 #ifdef MS_MUTATE_PUBLISH_EARLY
     ms_slot_publish(&s->cache, slot, slice, true);

@@ -159,6 +159,12 @@ void ms_pace_warn(ms_stream * stream);
 /* A read has ended (the reader's callback). */
 void ms_stream_done(void * user, ms_read * read, moestream_status status, int os_errno);
 
+/* The pages that hold a slice are what is read for it. */
+static inline uint64_t ms_slice_window(const ms_bank * bank, int expert) {
+    uint64_t begin = ms_bank_offset(bank, expert);
+    return ms_align_up(begin + bank->slice_bytes, MS_PAGE) - ms_align_down(begin, MS_PAGE);
+}
+
 /* demand.c, for ahead.c */
 void ms_queue_push(ms_queue * queue, int32_t slot, int32_t slice);
 ms_want ms_queue_pop(ms_queue * queue);
